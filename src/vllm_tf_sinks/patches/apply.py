@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Apply the catalogue to this process, report on it, and take it back."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+from vllm_tf_sinks import vllm_api
+from vllm_tf_sinks.patches.catalogue import CATALOGUE
+from vllm_tf_sinks.patches.patch import Patch, PatchError, Row, State, Target
+from vllm_tf_sinks.settings import VARIABLE, Settings
+
+logger = logging.getLogger("vllm.tf_sinks")  # only loggers below `vllm` have a handler
+
+
+@dataclass(frozen=True)
+class _Applied:
+    target: Target
+    original: Callable[..., Any]
+    replacement: Callable[..., Any]
+
+
+_settings = Settings("0")
+_rows: dict[str, Row] = {}
+_applied: dict[str, _Applied] = {}
+
+
+def configure(settings: Settings) -> None:
+    """Take `settings` for the next `apply()`; rows that wait for it become pending or off."""
+    global _settings
+    _settings = settings
+    for patch in CATALOGUE:
+        if patch.name not in _applied:
+            _rows[patch.name] = (
+                Row(patch, State.PENDING, "the Transformers backend is not imported yet")
+                if patch.group in settings.groups
+                else Row(patch, State.OFF, f"{VARIABLE}={settings.value}")
+            )
+
+
+def apply() -> None:
+    """Apply each group of the catalogue that is on, whole or not at all, and log one line.
+
+    Raises:
+        PatchError: under `VLLM_TF_SINKS=strict`, naming vLLM's version and each patch that does not fit.
+    """
+    misfits: list[Row] = []
+    for group in sorted(_settings.groups):
+        misfits += _apply_group([patch for patch in CATALOGUE if patch.group == group])
+    if misfits:
+        message = f"vLLM {vllm_api.version()} is not patched in full: " + "; ".join(map(str, misfits))
+        if _settings.strict:
+            revert()
+            raise PatchError(f"{message}. {VARIABLE}=strict forbids that: use 1 to go on without these patches.")
+        logger.warning("%s. Models that need them get wrong logprobs or do not load.", message)
+    logger.info("vllm-tf-sinks %s on vLLM %s: %s", version("vllm-tf-sinks"), vllm_api.version(), summary())
+
+
+def _apply_group(patches: list[Patch]) -> list[Row]:
+    """Apply `patches` whole or not at all; returns the rows that do not fit."""
+    fits: list[tuple[Patch, Target]] = []
+    misfits: list[Row] = []
+    for patch in patches:
+        if patch.name in _applied:
+            continue
+        if reason := vllm_api.unsupported_version():
+            misfits.append(Row(patch, State.DOES_NOT_FIT, reason))
+        elif reason := patch.has():
+            _rows[patch.name] = Row(patch, State.NOT_NEEDED, reason)
+        else:
+            try:
+                fits.append((patch, patch.find()))
+            except PatchError as error:
+                misfits.append(Row(patch, State.DOES_NOT_FIT, str(error)))
+    if not misfits:
+        misfits = _replace(fits)
+    if misfits:
+        names = ", ".join(row.patch.name for row in misfits)
+        _rows.update({patch.name: Row(patch, State.OFF, f"{names} does not fit") for patch, _ in fits})
+    _rows.update({row.patch.name: row for row in misfits})
+    return misfits
+
+
+def _replace(fits: list[tuple[Patch, Target]]) -> list[Row]:
+    """Make every replacement, then put all of them in place; returns the row that could not be made."""
+    made: list[tuple[Patch, _Applied]] = []
+    for patch, target in fits:
+        original = target.get()
+        try:
+            made.append((patch, _Applied(target, original, patch.make(original))))
+        except Exception as error:  # whatever vLLM's modules raise while ours import them
+            return [Row(patch, State.DOES_NOT_FIT, f"{type(error).__name__}: {error}")]
+    for patch, applied in made:
+        applied.target.set(applied.replacement)
+        _applied[patch.name] = applied
+        _rows[patch.name] = Row(patch, State.APPLIED)
+    return []
+
+
+def status() -> list[Row]:
+    """Every row of the catalogue, in its order, with its state in this process."""
+    return [_rows.get(patch.name, Row(patch, State.OFF, "register() was not called")) for patch in CATALOGUE]
+
+
+def summary() -> str:
+    """The states of all rows in one line, as the log has it."""
+    names: dict[State, list[str]] = {}
+    for row in status():
+        names.setdefault(row.state, []).append(row.patch.name)
+    return "; ".join(f"{state.value}: {', '.join(rows)}" for state, rows in names.items())
+
+
+def revert() -> list[Row]:
+    """Restore what was there before `apply()`, where it is still ours, and return all rows.
+
+    A patch that somebody wrapped since is taken out of that wrapper's closure. Where it is held in
+    another way it stays, and its row stays `applied` with the reason. Models that were built keep
+    what they were built with.
+    """
+    for name, applied in reversed(_applied.copy().items()):
+        patch = _rows[name].patch
+        if _take_out(applied):
+            del _applied[name]
+            _rows[name] = Row(patch, State.OFF, "reverted")
+        else:
+            _rows[name] = Row(patch, State.APPLIED, "not reverted: somebody else replaced it since")
+    return status()
+
+
+def _take_out(applied: _Applied) -> bool:
+    """Put the original back where our replacement is held; False where it is not found."""
+    current: Any = applied.target.get()
+    if current is applied.replacement:
+        applied.target.set(applied.original)
+        return True
+    while (wrapper := current) is not None:
+        current = getattr(wrapper, "__wrapped__", None)
+        if current is applied.replacement:
+            cells = [c for c in wrapper.__closure__ or () if c.cell_contents is applied.replacement]
+            for cell in cells:
+                cell.cell_contents = applied.original
+            if cells:
+                wrapper.__wrapped__ = applied.original
+            return bool(cells)
+    return False
+
+
+def fingerprint(settings: Settings) -> str:
+    """What distinguishes graphs compiled under `settings`: part of vLLM's compile cache key."""
+    return f"{settings.value} {version('vllm-tf-sinks')}"

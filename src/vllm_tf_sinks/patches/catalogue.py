@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of patches: what the log, `status()`, the docs and the tests read."""
+
+from vllm_tf_sinks import vllm_api
+from vllm_tf_sinks.patches.patch import Patch
+
+
+def _always_needed() -> str:
+    return ""
+
+
+CATALOGUE = (
+    Patch(
+        name="sinks.find",
+        targets=(f"{vllm_api.BACKEND}.base:Base.pipeline_parallel",),
+        parameters=("self",),
+        replacement="vllm_tf_sinks.sinks.layers:find_after_pipeline_split",
+        why="vLLM looks for a sink in one form only, from 0.30, and refuses late or not at all what cannot apply it",
+        has=_always_needed,
+        upstream="none yet",
+        until="vLLM finds sinks by what a module passes and checks them before it allocates",
+    ),
+    Patch(
+        name="sinks.layers",
+        targets=(
+            f"{vllm_api.BACKEND}.base:Base._create_attention_instances",
+            f"{vllm_api.BACKEND}.base:Base.create_attention_instances",
+        ),
+        parameters=("self",),
+        replacement="vllm_tf_sinks.sinks.layers:build_with_sinks",
+        why="attention layers are built without sinks up to 0.29; later without those that are passed as an "
+        "expression, kept in float32, or not sharded",
+        has=_always_needed,
+        upstream="sinks in the Transformers backend, vLLM 0.30",
+        until="vLLM 0.30 is the oldest supported and its gaps are closed",
+    ),
+    Patch(
+        name="sinks.attention",
+        targets=("transformers.modeling_utils:ALL_ATTENTION_FUNCTIONS[vllm]",),
+        parameters=("module", "query", "key", "value", "attention_mask"),
+        replacement="vllm_tf_sinks.sinks.guards:guard_attention",
+        why="a sink that did not reach its attention layer is dropped without a word",
+        has=vllm_api.layers_take_sinks,
+        upstream="check_sinks, vLLM 0.30",
+        until="vLLM 0.30 is the oldest supported",
+    ),
+    Patch(
+        name="sinks.mla_attention",
+        targets=("transformers.modeling_utils:ALL_ATTENTION_FUNCTIONS[vllm_mla]",),
+        parameters=("module", "query", "kv_c_normed", "k_pe", "attention_mask"),
+        replacement="vllm_tf_sinks.sinks.guards:guard_attention",
+        why="MLA layers take no sinks, and drop them without a word",
+        has=vllm_api.no_mla_function,
+        upstream="check_sinks, vLLM 0.30",
+        until="vLLM 0.30 is the oldest supported",
+    ),
+)

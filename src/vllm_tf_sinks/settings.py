@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The environment variable `VLLM_TF_SINKS`, parsed in one place."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+VARIABLE = "VLLM_TF_SINKS"
+
+# value -> what it does, in the words of the error message
+VALUES = {
+    "1": "apply every patch this vLLM needs (default)",
+    "0": "change nothing",
+    "sinks": "attention sinks only",
+    "head": "output heads only",
+    "strict": "like 1, and refuse to start where a patch does not fit",
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user asked for.
+
+    Attributes:
+        value: one of `VALUES`.
+    """
+
+    value: str = "1"
+
+    @property
+    def groups(self) -> frozenset[str]:
+        """The groups of patches to apply, of `sinks` and `head`."""
+        if self.value == "0":
+            return frozenset()
+        return frozenset({self.value} & {"sinks", "head"}) or frozenset({"sinks", "head"})
+
+    @property
+    def strict(self) -> bool:
+        """Whether a patch that does not fit is an error."""
+        return self.value == "strict"
+
+
+def read_settings(environment: Mapping[str, str] = os.environ) -> Settings:
+    """Parse `VLLM_TF_SINKS`; unset or empty means `1`.
+
+    Raises:
+        ValueError: for any other value than the five of `VALUES`; the message lists them.
+    """
+    value = environment.get(VARIABLE, "").strip().lower() or "1"
+    if value not in VALUES:
+        choices = "; ".join(f"{name}: {effect}" for name, effect in VALUES.items())
+        raise ValueError(f"{VARIABLE}={environment[VARIABLE]!r} is not a value it takes. Use one of {choices}.")
+    return Settings(value)

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Refuse what cannot apply a sink correctly, before anything is allocated or at the first forward."""
+
+import logging
+import os
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from torch import nn
+
+from vllm_tf_sinks.sinks.find import ARGUMENT, Sink, SinkError
+from vllm_tf_sinks.sinks.shard import check_divisible
+
+logger = logging.getLogger("vllm.tf_sinks")
+
+# The layers of a Transformers model that vLLM's ordinary attention computes
+ORDINARY_LAYERS = {"full_attention", "sliding_attention"}
+
+
+def check_model(model: Any, sinks: list[Sink]) -> None:
+    """Check that every sink of a Transformers-backend model can be applied.
+
+    Raises:
+        SinkError: naming the model class, if its heads do not divide over the ranks, under decode
+            context parallel, or if its attention is more than ordinary attention over all keys.
+    """
+    name = type(model.model).__name__
+    parallel = model.parallel_config
+    for sink in sinks:
+        check_divisible(sink, parallel.tensor_parallel_size)
+    if (size := getattr(parallel, "decode_context_parallel_size", 1)) > 1:
+        raise SinkError(
+            f"{name} has attention sinks, which no kernel applies under "
+            f"decode_context_parallel_size={size}. Set it to 1."
+        )
+    layer_types = getattr(model.text_config, "layer_types", None) or []
+    if strange := sorted(set(layer_types) - ORDINARY_LAYERS):
+        raise SinkError(
+            f"{name} has attention sinks and layers of the type {', '.join(strange)}, which vLLM's "
+            "attention layer does not compute. Use a native implementation: --model-impl vllm."
+        )
+    if hasattr(model.text_config, "index_topk"):
+        raise SinkError(
+            f"{name} has attention sinks and selects its keys by an indexer (index_topk), which vLLM's "
+            "attention layer does not do. Use a native implementation: --model-impl vllm."
+        )
+    if model.model_config.use_mla:
+        _leave_mla(name)
+
+
+def _leave_mla(name: str) -> None:
+    """Send an MLA model to ordinary attention, on its expanded keys and values: it takes sinks."""
+    logger.warning(
+        "%s has attention sinks, which vLLM's MLA layers do not take: it is served by ordinary attention "
+        "on expanded keys and values (VLLM_MLA_DISABLE=1), which needs a larger KV cache.",
+        name,
+    )
+    os.environ["VLLM_MLA_DISABLE"] = "1"
+
+
+def guard_attention(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The backend's attention function, which raises where a sink would not reach the kernel."""
+
+    @wraps(original)
+    def attention(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get(ARGUMENT) is not None:
+            layer = kwargs["attention_instances"][module.layer_idx]
+            if not getattr(layer, "has_sink", False):
+                raise SinkError(
+                    f"{type(module).__name__} passes a sink (s_aux) to {type(layer).__name__}, which was built "
+                    "without, so the output would be wrong: its source does not show which parameter it is."
+                )
+        return original(module, *args, **kwargs)
+
+    return attention

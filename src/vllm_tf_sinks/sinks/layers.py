@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Build the attention layers of a Transformers-backend model with their sinks."""
+
+import logging
+import re
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import nn
+
+from vllm_tf_sinks import vllm_api
+from vllm_tf_sinks.sinks.find import Sink, SinkError, find_sinks
+from vllm_tf_sinks.sinks.guards import check_model
+from vllm_tf_sinks.sinks.shard import Heads, heads_of_rank, sink_parameter
+
+logger = logging.getLogger("vllm.tf_sinks")
+
+
+def find_after_pipeline_split(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`Base.pipeline_parallel`, which also finds this rank's sinks and refuses what cannot be served.
+
+    It is the last step at which the model is whole, on the meta device, and none of it replaced.
+    """
+
+    @wraps(original)
+    def pipeline_parallel(self: Any) -> None:
+        original(self)
+        self.attention_sinks = find_sinks(self)
+        if self.attention_sinks:
+            check_model(self, self.attention_sinks)
+
+    return pipeline_parallel
+
+
+def build_with_sinks(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`Base.create_attention_instances`, which also hands each layer its sink."""
+
+    @wraps(original)
+    def create_attention_instances(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self.attention_sinks:
+            return original(self, *args, **kwargs)
+        layers = _SinkLayers(self)
+        with vllm_api.attention_layers_built_by(layers.build):
+            instances = original(self, *args, **kwargs)
+        layers.attach()
+        return instances
+
+    return create_attention_instances
+
+
+class _SinkLayers:
+    """The attention layers of one model that take a sink."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.sinks = {sink.layer_index: sink for sink in model.attention_sinks}
+        self.heads = {index: self._place(sink) for index, sink in self.sinks.items()}
+        self.built: dict[int, nn.Module] = {}
+
+    def _place(self, sink: Sink) -> Heads:
+        """Put this rank's slice of `sink` into the model, unless vLLM has put just that there."""
+        model, owner = self.model, self.model.get_submodule(sink.owner_name)
+        group = model.tp_group
+        heads = heads_of_rank(sink, model.get_submodule(sink.module_name), group.rank_in_group, group.world_size)
+        current: nn.Parameter = getattr(owner, sink.name)
+        dtype = torch.float32 if _is_kept_in_float32(model.model, sink) else model.model_config.dtype
+        if current.is_meta or current.shape != (heads.query,) or current.dtype != dtype:
+            device = model.device_config.device
+            setattr(owner, sink.name, sink_parameter(sink, current, heads, dtype, device))
+        return heads
+
+    def build(self, layer_class: Callable[..., nn.Module], **kwargs: Any) -> nn.Module:
+        """Build the attention layer `kwargs["prefix"]` with its sink, if it has one."""
+        index = int(re.findall(r"\d+", kwargs["prefix"])[-1])
+        if (sink := self.sinks.get(index)) is None:
+            return layer_class(**kwargs)
+        parameter: nn.Parameter = getattr(self.model.get_submodule(sink.owner_name), sink.name)
+        heads = self.heads[index]
+        kwargs |= {"sinks": parameter.view(-1), "num_heads": heads.query, "num_kv_heads": heads.key_value}
+        try:
+            layer = layer_class(**kwargs)
+        except (TypeError, ValueError) as error:
+            raise SinkError(
+                f"Attention layer {kwargs['prefix']} cannot be built with its sink {sink.parameter_name}: {error}. "
+                f"Attention backends that take sinks: {', '.join(vllm_api.backends_with_sinks())}."
+            ) from error
+        self.built[index] = layer
+        return layer
+
+    def attach(self) -> None:
+        """Make each layer a submodule of the module it serves, and check that it holds its sink.
+
+        vLLM's post-load step and `.to()` reach only what is in the module tree.
+        """
+        for index, sink in self.sinks.items():
+            layer = self.built.get(index)
+            if layer is None or getattr(layer.impl, "sinks", None) is None:
+                raise SinkError(
+                    f"No attention layer was built with the sink {sink.parameter_name}. Attention backends that "
+                    f"take sinks: {', '.join(vllm_api.backends_with_sinks())}."
+                )
+            _hand_over(layer, getattr(self.model.get_submodule(sink.owner_name), sink.name))
+            module = self.model.get_submodule(sink.module_name)
+            if not hasattr(module, vllm_api.attention_attribute()):
+                setattr(module, vllm_api.attention_attribute(), layer)
+        logger.info("%s: attention sinks in %d layers", type(self.model.model).__name__, len(self.sinks))
+
+
+def _hand_over(layer: Any, parameter: nn.Parameter) -> None:
+    """Give the kernel a copy of its sink where it does not take the parameter's dtype.
+
+    The copy is renewed in place by the post-load step, after each load.
+    """
+    dtype = vllm_api.sink_dtype(layer.attn_backend.get_name(), parameter.dtype)
+    if dtype == parameter.dtype:
+        return
+    copy = layer.impl.sinks = parameter.data.view(-1).to(dtype)
+    post_load = layer.process_weights_after_loading
+
+    def process_weights_after_loading(act_dtype: torch.dtype) -> None:
+        copy.copy_(parameter.data.view(-1))
+        post_load(act_dtype)
+
+    layer.process_weights_after_loading = process_weights_after_loading
+
+
+def _is_kept_in_float32(model: nn.Module, sink: Sink) -> bool:
+    """Whether Transformers keeps the sink in float32 in a model of any dtype.
+
+    vLLM's own rule passes over parameters that have a weight loader, as a sink has.
+    """
+    fragments = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    return any(fragment in sink.parameter_name for fragment in fragments)

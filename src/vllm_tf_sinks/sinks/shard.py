@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""This rank's slice of a sink, and the loader that fills it from a checkpoint."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from vllm_tf_sinks.sinks.find import Sink, SinkError
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The attention heads of one layer that this rank computes.
+
+    Attributes:
+        first: the first query head, counted over all ranks.
+        query: how many query heads, and so numbers of the sink.
+        key_value: how many key-value heads.
+    """
+
+    first: int
+    query: int
+    key_value: int
+
+
+def check_divisible(sink: Sink, ranks: int) -> None:
+    """Check that the heads of `sink` divide over `ranks` tensor-parallel ranks.
+
+    Raises:
+        SinkError: if they do not, naming the sizes that work.
+    """
+    if sink.num_heads % ranks:
+        sizes = ", ".join(str(n) for n in range(1, sink.num_heads + 1) if sink.num_heads % n == 0)
+        raise SinkError(
+            f"{sink.parameter_name} has {sink.num_heads} heads, which tensor_parallel_size={ranks} "
+            f"does not divide. Sizes that work: {sizes}."
+        )
+
+
+def heads_of_rank(sink: Sink, module: nn.Module, rank: int, ranks: int) -> Heads:
+    """The heads of `module` that this rank computes, once vLLM has replaced its projections.
+
+    They are sharded if a projection of the module is: a model without a tensor-parallel plan whose
+    projections vLLM could not fuse is computed whole by every rank.
+    """
+    groups = getattr(module, "num_key_value_groups", 1)  # query heads a key-value head, over all ranks
+    key_value = sink.num_heads // groups
+    if ranks == 1 or not _has_sharded_projection(module):
+        return Heads(0, sink.num_heads, key_value)
+    query = sink.num_heads // ranks
+    # With fewer key-value heads than ranks each rank keeps a copy of one
+    return Heads(rank * query, query, max(1, key_value // ranks))
+
+
+def _has_sharded_projection(module: nn.Module) -> bool:
+    from vllm.model_executor.layers.linear import ColumnParallelLinear
+
+    return any(isinstance(m, ColumnParallelLinear) and not m.gather_output for m in module.modules())
+
+
+def sink_parameter(sink: Sink, like: nn.Parameter, heads: Heads, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    """An uninitialised parameter for this rank's slice of a sink, with its weight loader.
+
+    Args:
+        like: the parameter that the model was built with; every dimension of its shape is kept but
+            the one that counts heads.
+
+    Returns:
+        The parameter, `heads.query` numbers in `dtype` on `device`.
+    """
+    shape = [heads.query if size == sink.num_heads else size for size in like.shape]
+    parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+    parameter.weight_loader = sink_loader(sink, heads)  # type: ignore[attr-defined]
+    return parameter
+
+
+def sink_loader(sink: Sink, heads: Heads) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    """A weight loader that copies this rank's heads of a checkpoint's sink.
+
+    The loader raises SinkError if the checkpoint's tensor does not have `sink.num_heads` numbers.
+    """
+
+    def load_sink(param: torch.Tensor, loaded_weight: torch.Tensor) -> None:
+        if loaded_weight.numel() != sink.num_heads:
+            raise SinkError(
+                f"The checkpoint's {sink.parameter_name} has the shape {tuple(loaded_weight.shape)}, "
+                f"but the model has {sink.num_heads} heads."
+            )
+        shard = loaded_weight.reshape(-1).narrow(0, heads.first, heads.query)
+        param.data.copy_(shard.view_as(param))
+
+    return load_sink
