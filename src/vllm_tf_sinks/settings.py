@@ -23,6 +23,7 @@ class Settings:
 
     Attributes:
         value: one of `VALUES`.
+
     """
 
     value: str = "1"
@@ -45,9 +46,12 @@ def read_settings(environment: Mapping[str, str] = os.environ) -> Settings:
 
     Raises:
         ValueError: for any other value than the five of `VALUES`; the message lists them.
+
     """
     value = environment.get(VARIABLE, "").strip().lower() or "1"
     if value not in VALUES:
         choices = "; ".join(f"{name}: {effect}" for name, effect in VALUES.items())
-        raise ValueError(f"{VARIABLE}={environment[VARIABLE]!r} is not a value it takes. Use one of {choices}.")
+        raise ValueError(
+            f"{VARIABLE}={environment[VARIABLE]!r} is not a value it takes. Use one of {choices}."
+        )
     return Settings(value)

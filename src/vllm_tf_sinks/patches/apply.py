@@ -45,6 +45,7 @@ def apply() -> None:
 
     Raises:
         PatchError: under `VLLM_TF_SINKS=strict`, naming vLLM's version and each patch that does not fit.
+
     """
     misfits: list[Row] = []
     for group in sorted(_settings.groups):
@@ -53,7 +54,9 @@ def apply() -> None:
         message = f"vLLM {vllm_api.version()} is not patched in full: " + "; ".join(map(str, misfits))
         if _settings.strict:
             revert()
-            raise PatchError(f"{message}. {VARIABLE}=strict forbids that: use 1 to go on without these patches.")
+            raise PatchError(
+                f"{message}. {VARIABLE}=strict forbids that: use 1 to go on without these patches."
+            )
         logger.warning("%s. Models that need them get wrong logprobs or do not load.", message)
     logger.info("vllm-tf-sinks %s on vLLM %s: %s", version("vllm-tf-sinks"), vllm_api.version(), summary())
 

@@ -37,6 +37,7 @@ class Patch:
         has: says why this vLLM does not need the patch, or "" where it does; it looks at what is there.
         upstream: the change of vLLM that makes the patch unnecessary.
         until: when the row can be deleted.
+
     """
 
     name: str
@@ -58,6 +59,7 @@ class Patch:
 
         Raises:
             PatchError: if none of `targets` exists, or its signature is not the one expected.
+
         """
         for path in self.targets:
             if (target := Target.find(path)) is not None:
@@ -125,6 +127,7 @@ class Target:
 
         Raises:
             PatchError: if the signature does not begin with `expected`, or demands more.
+
         """
         parameters = list(inspect.signature(self.get()).parameters.values())
         names = tuple(p.name for p in parameters[: len(expected)])
@@ -137,4 +140,6 @@ class Target:
         passes_on = {p.VAR_POSITIONAL for p in parameters if p.kind is p.VAR_POSITIONAL}
         if (names != expected and not passes_on) or more:
             signature = inspect.signature(self.get())
-            raise PatchError(f"{self.path} has the signature {signature}, expected ({', '.join(expected)}, ...)")
+            raise PatchError(
+                f"{self.path} has the signature {signature}, expected ({', '.join(expected)}, ...)"
+            )

@@ -35,6 +35,7 @@ class Sink:
         owner_name: the module that holds the parameter.
         name: the parameter's name in its owner.
         num_heads: how many numbers it has, over all ranks.
+
     """
 
     module_name: str
@@ -58,6 +59,7 @@ def find_sinks(model: nn.Module) -> list[Sink]:
 
     Raises:
         SinkError: if a module passes a sink that is not one unchanged parameter, or has no `layer_idx`.
+
     """
     owners = {
         id(parameter): _Owner(owner_name, owner, name)
@@ -151,7 +153,9 @@ class _Passed:
     def arguments(self) -> set[str]:
         """The method's parameters, but for `self`."""
         args = self.tree.args
-        names = [a.arg for a in (*args.posonlyargs, *args.args, *args.kwonlyargs, args.vararg, args.kwarg) if a]
+        names = [
+            a.arg for a in (*args.posonlyargs, *args.args, *args.kwonlyargs, args.vararg, args.kwarg) if a
+        ]
         return set(names[1:])
 
     def owner(self, module: nn.Module, owners: dict[int, _Owner]) -> _Owner | None:
@@ -159,6 +163,7 @@ class _Passed:
 
         Raises:
             ValueError: if it is not one parameter of the model, or if its values are changed.
+
         """
         with _requiring_grad(module):
             value = self.evaluate(module)
@@ -286,6 +291,7 @@ def _leaf(value: Any) -> nn.Parameter:
 
     Raises:
         ValueError: if it is no tensor, or was computed from none or several parameters.
+
     """
     if isinstance(value, nn.Parameter):
         return value

@@ -24,6 +24,7 @@ def check_model(model: Any, sinks: list[Sink]) -> None:
     Raises:
         SinkError: naming the model class, if its heads do not divide over the ranks, under decode
             context parallel, or if its attention is more than ordinary attention over all keys.
+
     """
     name = type(model.model).__name__
     parallel = model.parallel_config

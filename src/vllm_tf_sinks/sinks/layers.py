@@ -63,7 +63,9 @@ class _SinkLayers:
         """Put this rank's slice of `sink` into the model, unless vLLM has put just that there."""
         model, owner = self.model, self.model.get_submodule(sink.owner_name)
         group = model.tp_group
-        heads = heads_of_rank(sink, model.get_submodule(sink.module_name), group.rank_in_group, group.world_size)
+        heads = heads_of_rank(
+            sink, model.get_submodule(sink.module_name), group.rank_in_group, group.world_size
+        )
         current: nn.Parameter = getattr(owner, sink.name)
         dtype = torch.float32 if _is_kept_in_float32(model.model, sink) else model.model_config.dtype
         if current.is_meta or current.shape != (heads.query,) or current.dtype != dtype:

@@ -18,6 +18,7 @@ class Heads:
         first: the first query head, counted over all ranks.
         query: how many query heads, and so numbers of the sink.
         key_value: how many key-value heads.
+
     """
 
     first: int
@@ -30,6 +31,7 @@ def check_divisible(sink: Sink, ranks: int) -> None:
 
     Raises:
         SinkError: if they do not, naming the sizes that work.
+
     """
     if sink.num_heads % ranks:
         sizes = ", ".join(str(n) for n in range(1, sink.num_heads + 1) if sink.num_heads % n == 0)
@@ -60,7 +62,9 @@ def _has_sharded_projection(module: nn.Module) -> bool:
     return any(isinstance(m, ColumnParallelLinear) and not m.gather_output for m in module.modules())
 
 
-def sink_parameter(sink: Sink, like: nn.Parameter, heads: Heads, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+def sink_parameter(
+    sink: Sink, like: nn.Parameter, heads: Heads, dtype: torch.dtype, device: torch.device
+) -> nn.Parameter:
     """An uninitialised parameter for this rank's slice of a sink, with its weight loader.
 
     Args:
@@ -69,6 +73,7 @@ def sink_parameter(sink: Sink, like: nn.Parameter, heads: Heads, dtype: torch.dt
 
     Returns:
         The parameter, `heads.query` numbers in `dtype` on `device`.
+
     """
     shape = [heads.query if size == sink.num_heads else size for size in like.shape]
     parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)

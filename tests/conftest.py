@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One zygote a vLLM version, checkpoints made once a session, and the comparison with Hugging Face."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
+
+from overlay import overlay
+from support.jobs import PROMPTS
+from support.zygote import Zygote
+
+DEFAULT_VERSIONS = ["0.29.0", "0.32.0"]
+
+
+def pytest_addoption(parser):
+    parser.addoption("--vllm", action="append", help="a vLLM version to test on; may be repeated")
+
+
+def pytest_generate_tests(metafunc):
+    if "vllm" in metafunc.fixturenames:
+        versions = metafunc.config.getoption("--vllm") or DEFAULT_VERSIONS
+        metafunc.parametrize("vllm", versions, indirect=True, scope="session")
+
+
+@pytest.fixture(scope="session")
+def vllm(request):
+    """A zygote of one vLLM version."""
+    zygote = Zygote(request.param, overlay(request.param))
+    yield zygote
+    zygote.close()
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    """Make a checkpoint, once for the same arguments: `checkpoint(zygote, "gpt_oss", logits_scaling=2)`."""
+    made: dict[str, str] = {}
+
+    def make(vllm: Zygote, name: str, builder: str = "build", **changes) -> str:
+        key = repr((name, builder, sorted(changes.items())))
+        if key not in made:
+            folder = str(tmp_path_factory.mktemp(name))
+            made[key] = vllm.run(f"support.checkpoints:{builder}", name=name, folder=folder, **changes)
+        return made[key]
+
+    return make
+
+
+@dataclass
+class Difference:
+    """The largest absolute difference of log-softmax rows."""
+
+    prompt: float
+    decode: float
+
+    def __lt__(self, bound: float) -> bool:
+        return max(self.prompt, self.decode) < bound
+
+    def __gt__(self, bound: float) -> bool:
+        return self.prompt > bound and self.decode > bound
+
+
+@pytest.fixture(scope="session")
+def difference():
+    """Serve a checkpoint and compare all log-softmax rows with Hugging Face: `difference(zygote, folder)`."""
+
+    def compare(vllm: Zygote, folder: str, env: dict[str, str] | None = None, **engine) -> Difference:
+        served = vllm.run("support.jobs:served_rows", env=env, checkpoint=folder, **engine)
+        sequences = [[*prompt, *new] for prompt, (new, _, _) in zip(PROMPTS, served, strict=True)]
+        load = {"trust_remote_code": True} if engine.get("trust_remote_code") else {}
+        expected = vllm.run("support.jobs:reference_rows", checkpoint=folder, sequences=sequences, **load)
+        prompt = decode = 0.0
+        for tokens, (_, decode_rows, prompt_rows), rows in zip(PROMPTS, served, expected, strict=True):
+            last = len(tokens) - 1
+            prompt = max(prompt, float(np.abs(prompt_rows - rows[:last]).max()))
+            decode = max(decode, float(np.abs(decode_rows - rows[last:-1]).max()))
+        return Difference(prompt, decode)
+
+    return compare

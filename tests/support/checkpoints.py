@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny random checkpoints, every constant of their configs non-trivial."""
+
+import shutil
+from pathlib import Path
+
+REMOTE_CODE = Path(__file__).resolve().parent / "remote_code"
+
+# head size 32: the CPU attention kernel does not take every size
+SIZES = dict(
+    vocab_size=128,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    max_position_embeddings=256,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+WINDOW = dict(layer_types=["sliding_attention", "full_attention", "sliding_attention"], sliding_window=4)
+GRANITE = dict(embedding_multiplier=1.7, residual_multiplier=0.7, attention_multiplier=0.11)
+MOE = dict(num_local_experts=4, num_experts_per_tok=2)
+
+CONFIGS: dict[str, tuple[str, dict]] = {
+    "gpt_oss": ("GptOss", {**SIZES, **WINDOW, **MOE}),
+    "granite_swa": ("GraniteSWA", {**SIZES, **WINDOW, **GRANITE, "logits_scaling": 1.0}),
+    "granitemoe_swa": ("GraniteMoeSWA", {**SIZES, **WINDOW, **GRANITE, **MOE, "logits_scaling": 1.0}),
+    "mimo_v2_flash": (
+        "MiMoV2Flash",
+        {
+            **SIZES,
+            **WINDOW,
+            "v_head_dim": 16,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+        },
+    ),
+}
+
+
+def build(name: str, folder: str, exact_sinks: bool = True, seed: int = 0, **changes) -> str:
+    """Save a random `name` to `folder` and return that.
+
+    Args:
+        exact_sinks: make the sinks multiples of 0.25, which bfloat16 holds exactly.
+        changes: fields of the config that differ from the table's.
+    """
+    import torch
+    import transformers
+
+    torch.manual_seed(seed)
+    prefix, fields = CONFIGS[name]
+    fields = {**fields, **changes}
+    config = getattr(transformers, f"{prefix}Config")(**fields)
+    model = getattr(transformers, f"{prefix}ForCausalLM")(config)
+    randomise(model, exact_sinks)
+    model.save_pretrained(folder)
+    return folder
+
+
+def randomise(model, exact_sinks: bool = True) -> None:
+    """Fill every parameter with numbers large enough that each one shows in the logits."""
+    import torch
+
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "sink" in name or "offset" in name:
+                values = torch.empty_like(parameter).uniform_(-2, 6)
+                parameter.copy_((values * 4).round() / 4 if exact_sinks else values)
+            elif parameter.dim() == 1 and "norm" in name and "weight" in name:
+                parameter.copy_(1 + 0.2 * torch.randn_like(parameter))
+            else:
+                parameter.copy_(0.15 * torch.randn_like(parameter))
+
+
+def remote(name: str, folder: str, exact_sinks: bool = True, **changes) -> str:
+    """Save a random model of the remote code `name` to `folder`, with its code beside it."""
+    import sys
+
+    import torch
+
+    sys.path.insert(0, str(REMOTE_CODE))
+    module = __import__(name)
+    torch.manual_seed(0)
+    config = module.Config(**{**SIZES, **changes})
+    config.auto_map = {
+        "AutoConfig": f"{name}.Config",
+        "AutoModel": f"{name}.Model",
+        "AutoModelForCausalLM": f"{name}.ForCausalLM",
+    }
+    config.architectures = ["ForCausalLM"]
+    model = module.ForCausalLM(config)
+    randomise(model, exact_sinks)
+    model.save_pretrained(folder)
+    shutil.copy(REMOTE_CODE / f"{name}.py", folder)
+    return folder
