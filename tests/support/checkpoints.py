@@ -7,24 +7,25 @@ from pathlib import Path
 REMOTE_CODE = Path(__file__).resolve().parent / "remote_code"
 
 # head size 32: the CPU attention kernel does not take every size
-SIZES = dict(
-    vocab_size=128,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=32,
-    max_position_embeddings=256,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
-)
-WINDOW = dict(layer_types=["sliding_attention", "full_attention", "sliding_attention"], sliding_window=4)
-GRANITE = dict(embedding_multiplier=1.7, residual_multiplier=0.7, attention_multiplier=0.11)
-MOE = dict(num_local_experts=4, num_experts_per_tok=2)
+SIZES = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+WINDOW = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 4}
+GRANITE = {"embedding_multiplier": 1.7, "residual_multiplier": 0.7, "attention_multiplier": 0.11}
+MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 CONFIGS: dict[str, tuple[str, dict]] = {
+    "llama": ("Llama", {**SIZES}),
     "gpt_oss": ("GptOss", {**SIZES, **WINDOW, **MOE}),
     "granite_swa": ("GraniteSWA", {**SIZES, **WINDOW, **GRANITE, "logits_scaling": 1.0}),
     "granitemoe_swa": ("GraniteMoeSWA", {**SIZES, **WINDOW, **GRANITE, **MOE, "logits_scaling": 1.0}),

@@ -80,7 +80,7 @@ class Zygote:
 
 def _run(job: str, env: dict[str, str], kwargs: dict, result: Path) -> None:
     """The child: run the job, its output captured, and leave what came of it in `result`."""
-    log = tempfile.TemporaryFile()
+    log = tempfile.TemporaryFile()  # noqa: SIM115  # stays open until the process ends
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
     os.environ.update(env)

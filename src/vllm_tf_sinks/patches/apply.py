@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
+from types import CellType
 from typing import Any
 
 from vllm_tf_sinks import vllm_api
@@ -25,6 +26,7 @@ class _Applied:
 _settings = Settings("0")
 _rows: dict[str, Row] = {}
 _applied: dict[str, _Applied] = {}
+_logged = ""
 
 
 def configure(settings: Settings) -> None:
@@ -41,24 +43,29 @@ def configure(settings: Settings) -> None:
 
 
 def apply() -> None:
-    """Apply each group of the catalogue that is on, whole or not at all, and log one line.
+    """Apply each group of the catalogue that is on, whole or not at all, and log one line of what came of it.
 
     Raises:
         PatchError: under `VLLM_TF_SINKS=strict`, naming vLLM's version and each patch that does not fit.
 
     """
+    global _logged
     misfits: list[Row] = []
     for group in sorted(_settings.groups):
         misfits += _apply_group([patch for patch in CATALOGUE if patch.group == group])
     if misfits:
         message = f"vLLM {vllm_api.version()} is not patched in full: " + "; ".join(map(str, misfits))
         if _settings.strict:
-            revert()
+            _restore()
             raise PatchError(
                 f"{message}. {VARIABLE}=strict forbids that: use 1 to go on without these patches."
             )
+    if (line := summary()) == _logged:
+        return  # register() was called again
+    _logged = line
+    if misfits:
         logger.warning("%s. Models that need them get wrong logprobs or do not load.", message)
-    logger.info("vllm-tf-sinks %s on vLLM %s: %s", version("vllm-tf-sinks"), vllm_api.version(), summary())
+    logger.info("vllm-tf-sinks %s on vLLM %s: %s", version("vllm-tf-sinks"), vllm_api.version(), line)
 
 
 def _apply_group(patches: list[Patch]) -> list[Row]:
@@ -68,15 +75,15 @@ def _apply_group(patches: list[Patch]) -> list[Row]:
     for patch in patches:
         if patch.name in _applied:
             continue
-        if reason := vllm_api.unsupported_version():
-            misfits.append(Row(patch, State.DOES_NOT_FIT, reason))
-        elif reason := patch.has():
-            _rows[patch.name] = Row(patch, State.NOT_NEEDED, reason)
-        else:
-            try:
+        try:
+            if reason := vllm_api.unsupported_version():
+                raise PatchError(reason)
+            if reason := patch.has():
+                _rows[patch.name] = Row(patch, State.NOT_NEEDED, reason)
+            else:
                 fits.append((patch, patch.find()))
-            except PatchError as error:
-                misfits.append(Row(patch, State.DOES_NOT_FIT, str(error)))
+        except Exception as error:  # whatever a vLLM that we do not know raises
+            misfits.append(Row(patch, State.DOES_NOT_FIT, _reason(error)))
     if not misfits:
         misfits = _replace(fits)
     if misfits:
@@ -94,12 +101,16 @@ def _replace(fits: list[tuple[Patch, Target]]) -> list[Row]:
         try:
             made.append((patch, _Applied(target, original, patch.make(original))))
         except Exception as error:  # whatever vLLM's modules raise while ours import them
-            return [Row(patch, State.DOES_NOT_FIT, f"{type(error).__name__}: {error}")]
+            return [Row(patch, State.DOES_NOT_FIT, _reason(error))]
     for patch, applied in made:
         applied.target.set(applied.replacement)
         _applied[patch.name] = applied
         _rows[patch.name] = Row(patch, State.APPLIED)
     return []
+
+
+def _reason(error: Exception) -> str:
+    return str(error) if isinstance(error, PatchError) else f"{type(error).__name__}: {error}"
 
 
 def status() -> list[Row]:
@@ -116,12 +127,22 @@ def summary() -> str:
 
 
 def revert() -> list[Row]:
-    """Restore what was there before `apply()`, where it is still ours, and return all rows.
+    """Restore what was there before `register()`, where it is still ours, and return all rows.
 
-    A patch that somebody wrapped since is taken out of that wrapper's closure. Where it is held in
-    another way it stays, and its row stays `applied` with the reason. Models that were built keep
-    what they were built with.
+    A patch that somebody wrapped since is taken out of that wrapper. Where it is held in a way that
+    does not show it stays, and its row stays `applied` with the reason. Patches that wait for the
+    backend's import are off, until `register()` is called again. Models that were built keep what
+    they were built with.
     """
+    configure(Settings("0"))
+    _rows.update(
+        {name: Row(row.patch, State.OFF, "reverted") for name, row in _rows.items() if name not in _applied}
+    )
+    _restore()
+    return status()
+
+
+def _restore() -> None:
     for name, applied in reversed(_applied.copy().items()):
         patch = _rows[name].patch
         if _take_out(applied):
@@ -129,25 +150,41 @@ def revert() -> list[Row]:
             _rows[name] = Row(patch, State.OFF, "reverted")
         else:
             _rows[name] = Row(patch, State.APPLIED, "not reverted: somebody else replaced it since")
-    return status()
 
 
 def _take_out(applied: _Applied) -> bool:
     """Put the original back where our replacement is held; False where it is not found."""
     current: Any = applied.target.get()
+    if current is applied.original:  # somebody else has put it back
+        return True
     if current is applied.replacement:
         applied.target.set(applied.original)
         return True
     while (wrapper := current) is not None:
         current = getattr(wrapper, "__wrapped__", None)
         if current is applied.replacement:
-            cells = [c for c in wrapper.__closure__ or () if c.cell_contents is applied.replacement]
-            for cell in cells:
-                cell.cell_contents = applied.original
-            if cells:
-                wrapper.__wrapped__ = applied.original
-            return bool(cells)
+            return _exchange(wrapper, applied.replacement, applied.original)
     return False
+
+
+def _exchange(wrapper: Any, held: Callable[..., Any], other: Callable[..., Any]) -> bool:
+    """Let `wrapper` call `other` and not `held`; False where it does not show how it calls that."""
+    if hasattr(type(wrapper), "__wrapped__"):  # a proxy, which calls what that is
+        wrapper.__wrapped__ = other
+        return True
+    cells = [cell for cell in getattr(wrapper, "__closure__", None) or () if _contents(cell) is held]
+    for cell in cells:
+        cell.cell_contents = other
+    if cells:
+        wrapper.__wrapped__ = other
+    return bool(cells)
+
+
+def _contents(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty
+        return None
 
 
 def fingerprint(settings: Settings) -> str:

@@ -15,7 +15,8 @@ CATALOGUE = (
         targets=(f"{vllm_api.BACKEND}.base:Base.pipeline_parallel",),
         parameters=("self",),
         replacement="vllm_tf_sinks.sinks.layers:find_after_pipeline_split",
-        why="vLLM looks for a sink in one form only, from 0.30, and refuses late or not at all what cannot apply it",
+        why="vLLM looks for a sink in one form only, from 0.30, and refuses late or not at all what cannot "
+        "apply it",
         has=_always_needed,
         upstream="none yet",
         until="vLLM finds sinks by what a module passes and checks them before it allocates",

@@ -83,6 +83,7 @@ class Row:
     reason: str = ""
 
     def __str__(self) -> str:
+        """The row in one line."""
         return f"{self.patch.name}: {self.state.value}" + (f" ({self.reason})" if self.reason else "")
 
 

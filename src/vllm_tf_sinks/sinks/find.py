@@ -121,7 +121,7 @@ class _Owner:
 def _trace(module: nn.Module, owners: dict[int, _Owner]) -> _Owner | None:
     """Where the parameter is that `module` passes as its sink, or None where it passes none."""
     found: dict[int, tuple[_Owner, str]] = {}
-    for passed in _passed(type(module)):
+    for passed in _passed(type(module)):  # type: ignore[arg-type]  # classes are hashable
         try:
             owner = passed.owner(module, owners)
         except Exception as error:  # an expression of a remote class may raise anything
@@ -233,9 +233,9 @@ def _bindings(tree: ast.AST) -> Iterator[ast.expr]:
                     yield value
         elif isinstance(node, ast.Assign):
             for target in node.targets:
-                if isinstance(target, ast.Subscript) and isinstance(target.slice, ast.Constant):
-                    if target.slice.value == ARGUMENT:
-                        yield node.value
+                key = target.slice if isinstance(target, ast.Subscript) else None
+                if isinstance(key, ast.Constant) and key.value == ARGUMENT:
+                    yield node.value
 
 
 def _slice(tree: ast.FunctionDef, expression: ast.expr) -> tuple[list[ast.stmt], set[str]]:
@@ -246,7 +246,7 @@ def _slice(tree: ast.FunctionDef, expression: ast.expr) -> tuple[list[ast.stmt],
 
 
 def _sliced(body: list[ast.stmt], needed: set[str], before: int) -> list[ast.stmt]:
-    """The statements of `body` above line `before` that assign what is `needed`, which grows by what they load."""
+    """The statements of `body` above line `before` that assign what is `needed`, to which they add."""
     kept: list[ast.stmt] = []
     for statement in reversed(body):
         if statement.lineno >= before:

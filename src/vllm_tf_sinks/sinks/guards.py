@@ -69,8 +69,9 @@ def guard_attention(original: Callable[..., Any]) -> Callable[..., Any]:
             layer = kwargs["attention_instances"][module.layer_idx]
             if not getattr(layer, "has_sink", False):
                 raise SinkError(
-                    f"{type(module).__name__} passes a sink (s_aux) to {type(layer).__name__}, which was built "
-                    "without, so the output would be wrong: its source does not show which parameter it is."
+                    f"{type(module).__name__} passes a sink (s_aux) to {type(layer).__name__}, which was "
+                    "built without, so the output would be wrong: its source does not "
+                    "show which parameter that is."
                 )
         return original(module, *args, **kwargs)
 

@@ -85,8 +85,8 @@ class _SinkLayers:
             layer = layer_class(**kwargs)
         except (TypeError, ValueError) as error:
             raise SinkError(
-                f"Attention layer {kwargs['prefix']} cannot be built with its sink {sink.parameter_name}: {error}. "
-                f"Attention backends that take sinks: {', '.join(vllm_api.backends_with_sinks())}."
+                f"Attention layer {kwargs['prefix']} cannot be built with its sink {sink.parameter_name}: "
+                f"{error}. Attention backends that take sinks: {', '.join(vllm_api.backends_with_sinks())}."
             ) from error
         self.built[index] = layer
         return layer
@@ -100,8 +100,8 @@ class _SinkLayers:
             layer = self.built.get(index)
             if layer is None or getattr(layer.impl, "sinks", None) is None:
                 raise SinkError(
-                    f"No attention layer was built with the sink {sink.parameter_name}. Attention backends that "
-                    f"take sinks: {', '.join(vllm_api.backends_with_sinks())}."
+                    f"No attention layer was built with the sink {sink.parameter_name}. Attention backends "
+                    f"that take sinks: {', '.join(vllm_api.backends_with_sinks())}."
                 )
             _hand_over(layer, getattr(self.model.get_submodule(sink.owner_name), sink.name))
             module = self.model.get_submodule(sink.module_name)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This rank's slice of a sink, and the loader that fills it from a checkpoint."""
+"""A rank's slice of a sink, and the loader that fills it from a checkpoint."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -68,8 +68,12 @@ def sink_parameter(
     """An uninitialised parameter for this rank's slice of a sink, with its weight loader.
 
     Args:
+        sink: where the sink is.
         like: the parameter that the model was built with; every dimension of its shape is kept but
             the one that counts heads.
+        heads: the heads of this rank.
+        dtype: what the parameter is kept in.
+        device: where it is.
 
     Returns:
         The parameter, `heads.query` numbers in `dtype` on `device`.

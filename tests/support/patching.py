@@ -1,0 +1,316 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Jobs that register, revert and look at the patches, in a fork that has vLLM but not its backend."""
+
+import functools
+import importlib
+import inspect
+import logging
+import sys
+from contextlib import contextmanager
+
+from vllm_tf_sinks import PatchError, register, revert, status
+from vllm_tf_sinks.patches import apply
+from vllm_tf_sinks.patches.catalogue import CATALOGUE
+from vllm_tf_sinks.patches.patch import Target
+
+BACKEND = "vllm.model_executor.models.transformers"
+MISSING = f"{BACKEND}.base:Base.pipeline_parallel"  # the target that jobs take away or change
+MISSING_ROW = "sinks.find"
+
+
+def import_backend():
+    return importlib.import_module(BACKEND)
+
+
+def rows() -> dict[str, tuple[str, str]]:
+    """Each row's state and reason."""
+    return {row.patch.name: (row.state.value, row.reason) for row in status()}
+
+
+def states() -> dict[str, str]:
+    return {name: state for name, (state, _) in rows().items()}
+
+
+def current() -> dict[str, object]:
+    """What is at each target of the catalogue that this vLLM has."""
+    targets = [Target.find(path) for patch in CATALOGUE for path in patch.targets]
+    return {target.path: target.get() for target in targets if target}
+
+
+def depth(function) -> int:
+    """How many wrappers are around a function."""
+    return 1 + depth(function.__wrapped__) if hasattr(function, "__wrapped__") else 0
+
+
+@contextmanager
+def logged():
+    """The records that the plugin logs."""
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    logger = logging.getLogger("vllm.tf_sinks")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    try:
+        yield records
+    finally:
+        logger.removeHandler(handler)
+
+
+def messages(records, level: int) -> list[str]:
+    return [record.getMessage() for record in records if record.levelno == level]
+
+
+def life() -> dict:
+    """The states before register(), before the backend is imported, and after; and what was logged."""
+    assert BACKEND not in sys.modules
+    with logged() as records:
+        before = states()
+        register()
+        waiting = states()
+        import_backend()
+        after = states()
+        register()
+        again = states()
+    return {
+        "before": before,
+        "waiting": waiting,
+        "after": after,
+        "again": again,
+        "info": messages(records, logging.INFO),
+        "warnings": messages(records, logging.WARNING),
+    }
+
+
+def targets_taken() -> dict[str, str]:
+    """For each row that this vLLM needs, the target that is patched."""
+    import_backend()
+    return {patch.name: patch.find().path for patch in CATALOGUE if not patch.has()}
+
+
+def replaced() -> list[dict]:
+    """What register() did to each target, compared with what was there."""
+    import_backend()
+    originals = current()
+    register()
+    return [
+        {
+            "path": path,
+            "wraps_the_original": getattr(now, "__wrapped__", None) is originals[path],
+            "names": [(f.__name__, f.__qualname__, f.__module__) for f in (now, originals[path])],
+            "signatures": [str(inspect.signature(f)) for f in (now, originals[path])],
+        }
+        for path, now in current().items()
+        if now is not originals[path]
+    ]
+
+
+def there_and_back() -> dict:
+    """register, revert, register and revert again."""
+    import_backend()
+    originals = current()
+    stages = []
+    for step in (register, revert, revert, register, register, revert):
+        step()
+        now = current()
+        changed = [path for path in now if now[path] is not originals[path]]
+        stages.append((step.__name__, changed, {depth(now[path]) for path in changed}, states()))
+    return {"stages": stages, "depths": {depth(f) for f in originals.values()}}
+
+
+def reverted_before_the_import() -> dict:
+    register()
+    revert()
+    waiting = rows()
+    import_backend()
+    off = rows()
+    register()
+    return {"waiting": waiting, "off": off, "again": states()}
+
+
+def _foreign(original):
+    """What another plugin wraps a method in."""
+
+    @functools.wraps(original)
+    def foreign(*args, **kwargs):
+        return original(*args, **kwargs)
+
+    return foreign
+
+
+def _foreign_default(original):
+    """A wrapper out of which nothing can be taken."""
+
+    @functools.wraps(original)
+    def foreign(*args, wrapped=original, **kwargs):
+        return wrapped(*args, **kwargs)
+
+    return foreign
+
+
+def _foreign_proxy(original):
+    import wrapt
+
+    return wrapt.FunctionWrapper(original, lambda wrapped, instance, args, kwargs: wrapped(*args, **kwargs))
+
+
+WRAPPERS = {"closure": _foreign, "default": _foreign_default, "proxy": _foreign_proxy}
+
+
+def another_plugin(order: str, wrapper: str = "closure") -> dict:
+    """Another plugin wraps a target of ours, before us or after us; then ours is taken back.
+
+    Returns:
+        the row after revert(); what is at the target: `foreign`, `original` or `ours`; who is called,
+        in order; and the state after another register().
+    """
+    base = importlib.import_module(f"{BACKEND}.base")
+    import_backend()
+    called: list[str] = []
+
+    def pipeline_parallel(self):
+        called.append("original")
+
+    base.Base.pipeline_parallel = pipeline_parallel
+    wrap = WRAPPERS[wrapper]
+    if order == "before":
+        base.Base.pipeline_parallel = wrap(base.Base.pipeline_parallel)
+    register()
+    ours = vars(base.Base)["pipeline_parallel"]
+    if order == "after":
+        base.Base.pipeline_parallel = wrap(ours)
+    there = vars(base.Base)["pipeline_parallel"]
+    revert()
+    row = rows()[MISSING_ROW]
+    left = vars(base.Base)["pipeline_parallel"]
+    chain = [left]
+    while hasattr(chain[-1], "__wrapped__"):
+        chain.append(chain[-1].__wrapped__)
+    base.Base.pipeline_parallel(object()) if ours not in chain else None
+    register()
+    return {
+        "row": row,
+        "foreign_stays": left is there or (order == "before" and left is not ours),
+        "ours_stays": ours in chain,
+        "ends_in_the_original": chain[-1] is pipeline_parallel,
+        "called": called,
+        "again": states()[MISSING_ROW],
+    }
+
+
+def put_back_by_somebody_else() -> dict:
+    """Another plugin restores what was there before ours."""
+    import_backend()
+    base = importlib.import_module(f"{BACKEND}.base")
+    original = vars(base.Base)["pipeline_parallel"]
+    register()
+    base.Base.pipeline_parallel = original
+    revert()
+    row = rows()[MISSING_ROW]
+    register()
+    return {"row": row, "again": states()[MISSING_ROW]}
+
+
+def _take_target_away():
+    base = importlib.import_module(f"{BACKEND}.base")
+    del base.Base.pipeline_parallel
+
+
+def _change_signature():
+    base = importlib.import_module(f"{BACKEND}.base")
+
+    def pipeline_parallel(self, plan):
+        raise AssertionError
+
+    base.Base.pipeline_parallel = pipeline_parallel
+
+
+def _another_version(version):
+    sys.modules["vllm.version"].__version__ = version
+
+
+def _break_replacement():
+    sys.modules["vllm_tf_sinks.sinks.layers"] = None  # importing it now raises ImportError
+
+
+def _break_probe():
+    from vllm_tf_sinks import vllm_api
+
+    def broken():
+        raise RuntimeError("the probe broke")
+
+    patches = [patch for patch in CATALOGUE if patch.has is vllm_api.layers_take_sinks]
+    for patch in patches:
+        object.__setattr__(patch, "has", broken)
+
+
+MISFITS = {
+    "missing": _take_target_away,
+    "signature": _change_signature,
+    "too_old": lambda: _another_version("0.26.0"),
+    "too_new": lambda: _another_version("0.34.0+cu129"),
+    "nonsense": lambda: _another_version("a fork of ours"),
+    "development": lambda: _another_version("0.33.1.dev7+g1234567.cpu"),
+    "replacement": _break_replacement,
+    "probe": _break_probe,
+}
+
+
+def misfit(kind: str, reverts: bool = False) -> dict:
+    """What register() makes of a vLLM that is changed as `kind` says."""
+    import_backend()
+    MISFITS[kind]()
+    originals = current()
+    error = ""
+    with logged() as records:
+        for _ in range(2):
+            try:
+                register()
+            except PatchError as raised:
+                error = str(raised)
+    now = current()
+    return {
+        "error": error,
+        "rows": rows(),
+        "changed": [path for path in now if now[path] is not originals[path]],
+        "warnings": messages(records, logging.WARNING),
+        "info": messages(records, logging.INFO),
+        "version": sys.modules["vllm.version"].__version__,
+    }
+
+
+def misfit_at_import(kind: str, imports: int = 2) -> list[str]:
+    """What each of several imports of the backend raises, with `kind` wrong before the first."""
+    register()
+    MISFITS[kind]()
+    raised = []
+    for _ in range(imports):
+        try:
+            import_backend()
+            raised.append("")
+        except PatchError as error:
+            raised.append(str(error))
+    return raised
+
+
+def served_with_misfit(kind: str, checkpoint: str, **engine):
+    """Rows served by a vLLM that is changed as `kind` says."""
+    from support.jobs import served_rows
+
+    import_backend()
+    MISFITS[kind]()
+    return served_rows(checkpoint, **engine), rows()
+
+
+def trigger_survives_find_spec() -> dict[str, str]:
+    import importlib.util
+
+    register()
+    assert importlib.util.find_spec(BACKEND) is not None
+    assert BACKEND not in sys.modules
+    import_backend()
+    return states()
+
+
+def line() -> str:
+    return apply.summary()

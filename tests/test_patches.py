@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The patch machinery on real vLLM: states, the way back, other plugins, and a vLLM that does not fit."""
+
+import pytest
+from support.zygote import JobError
+
+ROW = "sinks.find"  # the row whose target the tests take away
+HAS_SINKS = (0, 30)  # from here vLLM's own attention function raises where a sink was dropped
+HAS_MLA = (0, 28)
+
+
+def number(vllm) -> tuple[int, ...]:
+    return tuple(map(int, vllm.version.split(".")))
+
+
+def of_group(states: dict[str, str], group: str) -> set[str]:
+    return {state for name, state in states.items() if name.startswith(f"{group}.")}
+
+
+def test_life_of_the_rows(vllm):
+    life = vllm.run("support.patching:life")
+    assert set(life["before"].values()) == {"off"}
+    assert set(life["waiting"].values()) == {"pending"}
+    expected = {
+        "sinks.find": "applied",
+        "sinks.layers": "applied",
+        "sinks.attention": "not needed" if number(vllm) >= HAS_SINKS else "applied",
+        "sinks.mla_attention": "applied" if HAS_MLA <= number(vllm) < HAS_SINKS else "not needed",
+    }
+    after = life["after"]
+    assert {name: state for name, state in after.items() if name.startswith("sinks.")} == expected
+    assert set(after.values()) <= {"applied", "not needed"}
+    assert life["again"] == after
+    assert not life["warnings"]
+    (line,) = life["info"]  # one a process, however often register() is called
+    assert f"vLLM {vllm.version}" in line
+    assert all(name in line for name in after)
+
+
+@pytest.mark.parametrize(
+    ("value", "on", "off"),
+    [("0", [], ["sinks", "head"]), ("sinks", ["sinks"], ["head"]), ("head", ["head"], ["sinks"])],
+)
+def test_rows_that_are_switched_off(vllm, value, on, off):
+    life = vllm.run("support.patching:life", env={"VLLM_TF_SINKS": value})
+    for group in off:
+        assert of_group(life["after"], group) <= {"off"}
+        assert of_group(life["waiting"], group) <= {"off"}
+    for group in on:
+        assert of_group(life["after"], group) <= {"applied", "not needed"}
+    assert len(life["info"]) == len(on)  # nothing is done and nothing said under 0
+
+
+def test_each_row_finds_its_target_where_it_is_needed(vllm):
+    taken = vllm.run("support.patching:targets_taken")
+    assert {"sinks.find", "sinks.layers"} <= set(taken)
+    method = taken["sinks.layers"].rpartition(".")[2]
+    newer = number(vllm) >= HAS_SINKS
+    assert method == ("_create_attention_instances" if newer else "create_attention_instances")
+    if not newer:
+        assert taken["sinks.attention"].endswith("ALL_ATTENTION_FUNCTIONS[vllm]")
+    if HAS_MLA <= number(vllm) < HAS_SINKS:
+        assert taken["sinks.mla_attention"].endswith("ALL_ATTENTION_FUNCTIONS[vllm_mla]")
+
+
+def test_names_and_signatures_stay(vllm):
+    replaced = vllm.run("support.patching:replaced")
+    assert len(replaced) >= 2
+    for target in replaced:
+        assert target["wraps_the_original"], target["path"]
+        now, original = target["names"]
+        assert now == original
+        now, original = target["signatures"]
+        assert now == original
+
+
+def test_revert_restores_the_originals_and_register_applies_again(vllm):
+    outcome = vllm.run("support.patching:there_and_back")
+    (untouched,) = outcome["depths"]
+    applied = None
+    for step, changed, depths, states in outcome["stages"]:
+        if step == "register":
+            assert changed
+            assert changed == (applied or changed)
+            assert depths == {untouched + 1}  # never two wrappers of ours
+            applied = changed
+            assert "applied" in states.values()
+        else:
+            assert not changed
+            assert set(states.values()) == {"off"}
+
+
+def test_revert_before_the_import_holds(vllm):
+    outcome = vllm.run("support.patching:reverted_before_the_import")
+    for stage in ("waiting", "off"):
+        assert set(outcome[stage].values()) == {("off", "reverted")}
+    assert outcome["again"]["sinks.find"] == "applied"
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("wrapper", ["closure", "proxy"])
+def test_revert_leaves_another_plugin_s_wrapper(vllm, order, wrapper):
+    outcome = vllm.run("support.patching:another_plugin", order=order, wrapper=wrapper)
+    assert outcome["row"] == ("off", "reverted")
+    assert outcome["foreign_stays"]
+    assert not outcome["ours_stays"]
+    assert outcome["ends_in_the_original"]
+    assert outcome["called"] == ["original"]
+    assert outcome["again"] == "applied"
+
+
+def test_revert_says_where_a_wrapper_holds_ours(vllm):
+    outcome = vllm.run("support.patching:another_plugin", order="after", wrapper="default")
+    assert outcome["row"] == ("applied", "not reverted: somebody else replaced it since")
+    assert outcome["ours_stays"]
+    assert outcome["foreign_stays"]
+
+
+def test_register_again_after_somebody_put_the_original_back(vllm):
+    outcome = vllm.run("support.patching:put_back_by_somebody_else")
+    assert outcome["row"] == ("off", "reverted")
+    assert outcome["again"] == "applied"
+
+
+MISFITS = [
+    ("missing", r"this vLLM has no .*base:Base\.pipeline_parallel"),
+    ("signature", r"pipeline_parallel has the signature \(self, plan\), expected \(self, \.\.\.\)"),
+    ("replacement", r"ModuleNotFoundError: .*vllm_tf_sinks\.sinks\.layers"),
+]
+VERSIONS = [
+    ("too_old", r"vLLM 0\.26\.0 is outside the supported range .*0\.27\.1"),
+    ("too_new", r"vLLM 0\.34\.0\+cu129 is outside the supported range .*0\.34"),
+    ("nonsense", r"a fork of ours"),
+]
+
+
+@pytest.mark.parametrize(("kind", "reason"), MISFITS)
+def test_misfit_leaves_the_group_off(vllm, kind, reason):
+    outcome = vllm.run("support.patching:misfit", kind=kind, env={"VLLM_TF_SINKS": "sinks"})
+    assert not outcome["error"]
+    assert not outcome["changed"]
+    (warning,) = outcome["warnings"]
+    assert outcome["version"] in warning
+    assert ROW in warning
+    rows = outcome["rows"]
+    state, why = rows.pop(ROW)
+    assert state == "does not fit"
+    assert_matches(reason, why)
+    assert_matches(reason, warning)
+    others = {name: row for name, row in rows.items() if row[0] != "not needed"}
+    assert all(row[0] == "off" for row in others.values())
+    assert others["sinks.layers"] == ("off", f"{ROW} does not fit")
+
+
+@pytest.mark.parametrize(("kind", "reason"), VERSIONS)
+def test_vllm_outside_the_range_stays_as_it_is(vllm, kind, reason):
+    outcome = vllm.run("support.patching:misfit", kind=kind)
+    assert not outcome["error"]
+    assert not outcome["changed"]
+    (warning,) = outcome["warnings"]
+    assert_matches(reason, warning)
+    assert {state for state, _ in outcome["rows"].values()} == {"does not fit"}
+
+
+def test_development_version_in_the_range_is_patched(vllm):
+    outcome = vllm.run("support.patching:misfit", kind="development")
+    assert not outcome["warnings"]
+    assert outcome["rows"][ROW][0] == "applied"
+
+
+def test_probe_that_breaks_is_a_misfit(vllm):
+    outcome = vllm.run("support.patching:misfit", kind="probe", env={"VLLM_TF_SINKS": "sinks"})
+    assert not outcome["changed"]
+    assert outcome["rows"]["sinks.attention"] == ("does not fit", "RuntimeError: the probe broke")
+
+
+@pytest.mark.parametrize("kind", ["missing", "signature", "replacement", "too_new"])
+def test_strict_raises(vllm, kind):
+    outcome = vllm.run("support.patching:misfit", kind=kind, env={"VLLM_TF_SINKS": "strict"})
+    assert not outcome["changed"]
+    assert outcome["version"] in outcome["error"]
+    assert ROW in outcome["error"]
+    assert "VLLM_TF_SINKS=strict forbids that" in outcome["error"]
+
+
+def test_strict_raises_at_every_import(vllm):
+    first, second = vllm.run(
+        "support.patching:misfit_at_import", kind="too_new", env={"VLLM_TF_SINKS": "strict"}
+    )
+    assert "is outside the supported range" in first
+    assert second == first
+
+
+def test_strict_keeps_an_engine_from_starting(vllm, checkpoint):
+    folder = checkpoint(vllm, "gpt_oss")
+    with pytest.raises(JobError, match=r"PatchError.*this vLLM has no .*VLLM_TF_SINKS=strict forbids that"):
+        vllm.run(
+            "support.patching:served_with_misfit",
+            kind="missing",
+            checkpoint=folder,
+            env={"VLLM_TF_SINKS": "strict"},
+        )
+
+
+@pytest.mark.parametrize("kind", ["missing", "too_new"])
+def test_native_model_is_served_all_the_same(vllm, checkpoint, kind):
+    folder = checkpoint(vllm, "llama")
+    served, rows = vllm.run(
+        "support.patching:served_with_misfit", kind=kind, checkpoint=folder, model_impl="vllm"
+    )
+    assert rows[ROW][0] == "does not fit"
+    expected = vllm.run("support.jobs:served_rows", checkpoint=folder, model_impl="vllm")
+    assert_same(served, expected)
+
+
+def assert_matches(pattern: str, text: str):
+    import re
+
+    assert re.search(pattern, text, re.DOTALL), f"{pattern!r} is not in {text!r}"
+
+
+def assert_same(served, expected):
+    """Two servings gave the same tokens and the same numbers, bit by bit."""
+    for one, other in zip(served, expected, strict=True):
+        assert one[0] == other[0]
+        assert (one[1] == other[1]).all()
+        assert (one[2] == other[2]).all()
