@@ -100,6 +100,17 @@ def sink_dtype(backend_name: str, dtype: "torch.dtype") -> "torch.dtype":
     return torch.float32 if takes_float32 else torch.bfloat16
 
 
+def forget_mla_block_size(cache_config: Any) -> None:
+    """Undo the block size that the CPU platform sets for MLA, which its ordinary attention does not take.
+
+    Other platforms choose the block size after the model is built.
+    """
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu() and cache_config.block_size % 32:
+        cache_config.block_size = 128
+
+
 def backends_with_sinks() -> list[str]:
     """Names of the attention backends of this vLLM that take sinks and can be imported here."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -113,3 +124,53 @@ def backends_with_sinks() -> list[str]:
         if supported:
             names.append(backend.name)
     return names
+
+
+def is_generative(model: Any) -> bool:
+    """Whether a Transformers-backend model computes logits: a causal one that is not run for pooling."""
+    from vllm.model_executor.models.transformers.causal import CausalMixin
+
+    return isinstance(model, CausalMixin) and model.model_config.runner_type != "pooling"
+
+
+def is_draft(model: Any) -> bool:
+    """Whether `model` is the draft of another, whose `lm_head` it is given (from vLLM 0.33)."""
+    return any(cls.__name__ == "MTPMixin" for cls in type(model).__mro__)
+
+
+def missing_layer() -> Any:
+    """What stands for a module that is on another pipeline rank."""
+    from vllm.model_executor.models.utils import PPMissingLayer
+
+    return PPMissingLayer()
+
+
+def make_lm_head(model: Any, vocabulary: int, size: int, dtype: "torch.dtype | None", prefix: str) -> Any:
+    """A projection [vocabulary, size], sharded by vocabulary, in the model's dtype or in `dtype`."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+    from vllm.model_executor.models.utils import maybe_prefix
+
+    return ParallelLMHead(
+        vocabulary,
+        size,
+        params_dtype=dtype,
+        quant_config=model.quant_config,
+        prefix=maybe_prefix(prefix, "lm_head"),
+    )
+
+
+def projects_without_gather() -> bool:
+    """Whether the logits processor can leave each rank its shard of the logits (from vLLM 0.29)."""
+    import inspect
+
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
+    return "skip_gather" in inspect.signature(LogitsProcessor.forward).parameters
+
+
+def load_weights_of_base(model: Any, weights: Any) -> set[str]:
+    """Load `weights` as a model without `CausalMixin` would: that mistakes any `*lm_head.bias` for its own."""
+    from vllm.model_executor.models.transformers.causal import CausalMixin
+
+    loaded: set[str] = super(CausalMixin, model).load_weights(weights)
+    return loaded

@@ -23,6 +23,18 @@ SIZES = {
 WINDOW = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 4}
 GRANITE = {"embedding_multiplier": 1.7, "residual_multiplier": 0.7, "attention_multiplier": 0.11}
 MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
+# head size 32 again, for configs without a head_dim
+ENCODER = {
+    **{name: SIZES[name] for name in ("vocab_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings")},
+    "hidden_size": 64,
+    "num_attention_heads": 2,
+    "is_decoder": True,
+    "hidden_act": "gelu",
+    "type_vocab_size": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 
 CONFIGS: dict[str, tuple[str, dict]] = {
     "llama": ("Llama", {**SIZES}),
@@ -44,6 +56,57 @@ CONFIGS: dict[str, tuple[str, dict]] = {
     ),
 }
 
+HEADS: dict[str, tuple[str, dict]] = {
+    "granite": ("Granite", {**SIZES, **GRANITE, "logits_scaling": 7.3}),
+    "granitemoe": ("GraniteMoe", {**SIZES, **GRANITE, **MOE, "logits_scaling": 7.3}),
+    "granitemoeshared": (
+        "GraniteMoeShared",
+        {**SIZES, **GRANITE, **MOE, "shared_intermediate_size": 48, "logits_scaling": 7.3},
+    ),
+    "granite_swa_scaled": ("GraniteSWA", {**SIZES, **WINDOW, **GRANITE, "logits_scaling": 7.3}),
+    "hyperclovax": (
+        "HyperCLOVAX",
+        {**SIZES, **GRANITE, "logits_scaling": 0.37, "use_post_norm": True},
+    ),
+    "minicpm3": (
+        "MiniCPM3",
+        {
+            **SIZES,
+            "dim_model_base": 24,
+            "q_lora_rank": 24,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 16,
+            "v_head_dim": 32,
+            "num_key_value_heads": 4,
+            "scale_emb": 1.3,
+            "scale_depth": 1.7,
+        },
+    ),
+    "cohere": ("Cohere", {**SIZES, "logit_scale": 0.37}),
+    "cohere_compass_text": ("CohereCompass", {**SIZES, "logit_scale": 0.37}),
+    "gemma2": ("Gemma2", {**SIZES, **WINDOW, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 30}),
+    "gemma3_text": ("Gemma3", {**SIZES, **WINDOW, "final_logit_softcapping": 3.0}),
+    "nanochat": ("NanoChat", {**SIZES, "final_logit_softcapping": 3.0}),
+    "vaultgemma": ("VaultGemma", {**SIZES, **WINDOW, "final_logit_softcapping": 3.0}),
+    "modernbert-decoder": ("ModernBertDecoder", {**SIZES, "decoder_bias": True}),
+    "bert": ("Bert", ENCODER),
+    "camembert": ("Camembert", ENCODER),
+    "electra": ("Electra", {**ENCODER, "embedding_size": 48}),
+    "ernie": ("Ernie", ENCODER),
+    "roberta": ("Roberta", ENCODER),
+    "roberta-prelayernorm": ("RobertaPreLayerNorm", ENCODER),
+    "roc_bert": ("RoCBert", ENCODER),
+    "xlm-roberta": ("XLMRoberta", ENCODER),
+    "xmod": ("Xmod", {**ENCODER, "default_language": "en_XX"}),
+    "data2vec-text": ("Data2VecText", ENCODER),
+    "gpt_neox": ("GPTNeoX", {**ENCODER, "rotary_pct": 0.5}),
+    "opt": ("OPT", {**ENCODER, "ffn_dim": 96, "word_embed_proj_dim": 64}),
+    "phi": ("Phi", {**SIZES, "partial_rotary_factor": 0.5}),
+    "llama": ("Llama", SIZES),
+}
+CONFIGS.update(HEADS)
+
 
 def build(name: str, folder: str, exact_sinks: bool = True, seed: int = 0, **changes) -> str:
     """Save a random `name` to `folder` and return that.
@@ -59,7 +122,8 @@ def build(name: str, folder: str, exact_sinks: bool = True, seed: int = 0, **cha
     prefix, fields = CONFIGS[name]
     fields = {**fields, **changes}
     config = getattr(transformers, f"{prefix}Config")(**fields)
-    model = getattr(transformers, f"{prefix}ForCausalLM")(config)
+    classes = {"Bert": "BertLMHeadModel", "RoCBert": "RoCBertForCausalLM"}
+    model = getattr(transformers, classes.get(prefix, f"{prefix}ForCausalLM"))(config)
     randomise(model, exact_sinks)
     model.save_pretrained(folder)
     return folder

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from vllm_tf_sinks import vllm_api
 from vllm_tf_sinks.sinks.find import ARGUMENT, Sink, SinkError
 from vllm_tf_sinks.sinks.shard import check_divisible
 
@@ -47,17 +48,24 @@ def check_model(model: Any, sinks: list[Sink]) -> None:
             "attention layer does not do. Use a native implementation: --model-impl vllm."
         )
     if model.model_config.use_mla:
-        _leave_mla(name)
+        _leave_mla(model)
 
 
-def _leave_mla(name: str) -> None:
+def _leave_mla(model: Any) -> None:
     """Send an MLA model to ordinary attention, on its expanded keys and values: it takes sinks."""
+    name = type(model.model).__name__
     logger.warning(
         "%s has attention sinks, which vLLM's MLA layers do not take: it is served by ordinary attention "
         "on expanded keys and values (VLLM_MLA_DISABLE=1), which needs a larger KV cache.",
         name,
     )
     os.environ["VLLM_MLA_DISABLE"] = "1"
+    if model.model_config.use_mla:  # vLLM has read the variable already
+        raise SinkError(
+            f"{name} has attention sinks, which vLLM's MLA layers do not take. Set VLLM_MLA_DISABLE=1 to "
+            "serve it by ordinary attention."
+        )
+    vllm_api.forget_mla_block_size(model.cache_config)
 
 
 def guard_attention(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -80,6 +80,8 @@ class _SinkLayers:
             return layer_class(**kwargs)
         parameter: nn.Parameter = getattr(self.model.get_submodule(sink.owner_name), sink.name)
         heads = self.heads[index]
+        if size := _expanded_head_size(self.model.text_config):
+            kwargs["head_size"] = size
         kwargs |= {"sinks": parameter.view(-1), "num_heads": heads.query, "num_kv_heads": heads.key_value}
         try:
             layer = layer_class(**kwargs)
@@ -108,6 +110,13 @@ class _SinkLayers:
             if not hasattr(module, vllm_api.attention_attribute()):
                 setattr(module, vllm_api.attention_attribute(), layer)
         logger.info("%s: attention sinks in %d layers", type(self.model.model).__name__, len(self.sinks))
+
+
+def _expanded_head_size(text_config: Any) -> int:
+    """The size of an MLA model's query and key heads, which vLLM does not know everywhere; 0 for other models."""
+    if getattr(text_config, "kv_lora_rank", None) is None:
+        return 0
+    return int(text_config.qk_nope_head_dim + text_config.qk_rope_head_dim)
 
 
 def _hand_over(layer: Any, parameter: nn.Parameter) -> None:

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Build a model's ForCausalLM around a stand-in base model: its head alone, on the meta device."""
+
+import copy
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+from vllm_tf_sinks.head.standin import BaseStandIn, HeadError, Projection
+from vllm_tf_sinks.swap import swapped
+
+
+class Head:
+    """A ForCausalLM without base model and projection: what is left is the head.
+
+    Attributes:
+        model: the ForCausalLM; its base models are stand-ins, its projection is `projection`.
+        projection: what stands for the projection to the vocabulary.
+
+    """
+
+    def __init__(self, model: PreTrainedModel, projection: Projection) -> None:
+        self.model = model
+        self.projection = projection
+        self._base = [module for module in model.modules() if isinstance(module, BaseStandIn)]
+        self._call_by = self._arguments()
+
+    @property
+    def name(self) -> str:
+        """The name of the ForCausalLM class."""
+        return type(self.model).__name__
+
+    @property
+    def base_built_with(self) -> dict[str, Any]:
+        """The keyword arguments with which the ForCausalLM builds its base model."""
+        return self._base[0].built_with if self._base else {}
+
+    def keeps_in_float32(self, name: str) -> bool:
+        """Whether Transformers keeps the parameter `name` in float32 in a model of any dtype."""
+        fragments = getattr(self.model, "_keep_in_fp32_modules_strict", None) or ()
+        return any(fragment in name for fragment in fragments)
+
+    def _arguments(self) -> Callable[[torch.Tensor], dict[str, Any]]:
+        """What the ForCausalLM is called with, besides the hidden states that the stand-in holds."""
+        parameters = inspect.signature(self.model.forward).parameters
+        flags = {name: False for name in ("use_cache", "output_attentions") if name in parameters}
+        if "inputs_embeds" in parameters:
+            return lambda hidden: {"inputs_embeds": hidden, **flags}
+        return lambda hidden: {"input_ids": hidden[..., 0].long(), **flags}
+
+    def as_written(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Logits [1, N, V] of hidden states [1, N, H], by the ForCausalLM's own forward.
+
+        Raises:
+            HeadError: if the forward asks for more than hidden states, or gives no logits for each row.
+
+        """
+        for base in self._base:
+            base.__dict__["hidden_states"] = hidden_states
+        try:
+            logits = self.model(**self._call_by(hidden_states)).logits
+        except HeadError:
+            raise
+        except Exception as error:  # forward of any class, remote ones too
+            raise HeadError(f"it needs more than hidden states: {type(error).__name__}: {error}") from error
+        finally:
+            for base in self._base:
+                del base.__dict__["hidden_states"]
+        if not isinstance(logits, torch.Tensor) or logits.shape[:-1] != hidden_states.shape[:-1]:
+            raise HeadError(
+                f"it gives no row of logits for each row of hidden states {tuple(hidden_states.shape)}"
+            )
+        return logits
+
+
+def causal_lm_class(
+    config: Any, trust_remote_code: bool = False, code_revision: str | None = None
+) -> type[PreTrainedModel]:
+    """The ForCausalLM class that Transformers would load a checkpoint with `config` into.
+
+    That is the architecture the config names, if Transformers has it and it generates text; else
+    the class of the remote code, if that is trusted; else what the config's type is mapped to.
+
+    Raises:
+        HeadError: if there is none.
+
+    """
+    architecture = (getattr(config, "architectures", None) or [""])[0]
+    auto_map = getattr(config, "auto_map", None) or {}
+    if trust_remote_code and auto_map:
+        references = [auto_map.get("AutoModelForCausalLM"), *auto_map.values()]
+        wanted = [r for r in references if isinstance(r, str) and r.rpartition(".")[2] == architecture]
+        for reference in filter(None, [*wanted, references[0]]):
+            remote: type[PreTrainedModel] = get_class_from_dynamic_module(
+                reference, config._name_or_path, code_revision=code_revision
+            )
+            return remote
+    named = getattr(transformers, architecture, None)
+    if isinstance(named, type) and issubclass(named, PreTrainedModel) and named.can_generate():
+        return named
+    try:
+        mapped: type[PreTrainedModel] = AutoModelForCausalLM._model_mapping[type(config)]
+    except KeyError:
+        raise HeadError(
+            f"{architecture or type(config).__name__} names no ForCausalLM class, in Transformers "
+            f"{transformers.__version__} or in trusted remote code"
+        ) from None
+    return mapped
+
+
+def build_head(cls: type, config: Any, base: nn.Module | None) -> Head:
+    """Build the head of the ForCausalLM class `cls`; parameters are on the meta device, buffers on the CPU.
+
+    Args:
+        base: the true base model, whose plain attributes a head may read.
+
+    Raises:
+        HeadError: naming the class, if it cannot be built or has no single projection.
+
+    """
+    # Initialisation and tying would look for the base model's weights; the name stays the class's own
+    bare = type(cls.__name__, (cls,), {"post_init": lambda self: None, "__module__": cls.__module__})
+    stand_in = type("BaseStandIn", (BaseStandIn,), {"base": base})
+    try:
+        with _base_models_replaced(cls, stand_in), _parameters_on_meta(), torch.device("cpu"):
+            model = bare(copy.deepcopy(config)).eval()
+        embeddings = model.get_output_embeddings()
+    except Exception as error:  # constructors of any class, remote ones too
+        raise HeadError(f"{cls.__name__} cannot be built: {type(error).__name__}: {error}") from error
+    names = [name for name, module in model.named_modules() if module is embeddings]
+    if not names or not isinstance(embeddings, nn.Linear):
+        raise HeadError(
+            f"{cls.__name__} has no single projection to the vocabulary: its output embeddings are "
+            f"{type(embeddings).__name__}"
+        )
+    projection = Projection(names[0], embeddings)
+    parent, _, child = names[0].rpartition(".")
+    setattr(model.get_submodule(parent), child, projection)
+    return Head(model, projection)
+
+
+@contextmanager
+def _base_models_replaced(cls: type, stand_in: type[BaseStandIn]) -> Iterator[None]:
+    """Let the constructors of `cls` find `stand_in` where they name the class of a base model.
+
+    A second decoder costs time, and counts as a second model to vLLM's compilation.
+    """
+    with ExitStack() as stack:
+        for ancestor in cls.__mro__:
+            if not issubclass(ancestor, PreTrainedModel) or ancestor is PreTrainedModel:
+                continue
+            if (constructor := vars(ancestor).get("__init__")) is None:
+                continue
+            function = inspect.unwrap(constructor)
+            names = set(function.__code__.co_names) & set(function.__globals__)
+            replaced = {n: stand_in for n in names if _is_base_model(function.__globals__[n])}
+            stack.enter_context(swapped(function.__globals__, replaced))
+        yield
+
+
+def _is_base_model(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, (PreTrainedModel, AutoModel))
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Within the context modules get their parameters on the meta device, and their buffers as they are."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None:
+            param = nn.Parameter(param.to("meta"), requires_grad=False)
+        register(self, name, param)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def tied_to(model: PreTrainedModel, name: str) -> str | None:
+    """The parameter that Transformers ties `name` to when the config says tie_word_embeddings, or None."""
+    tied = getattr(model, "_tied_weights_keys", None) or {}
+    if not isinstance(tied, dict):  # remote code of Transformers 4 lists the tied names only
+        return "input embeddings" if name in tied else None
+    for pattern, target in tied.items():
+        if re.fullmatch(pattern, name):
+            return str(target)
+        if name.startswith(f"{pattern}."):  # a whole module is tied
+            return f"{target}{name.removeprefix(pattern)}"
+    return None

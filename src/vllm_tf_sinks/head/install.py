@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Give a model of vLLM's Transformers backend its own output head."""
+
+import logging
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vllm_tf_sinks import vllm_api
+from vllm_tf_sinks.head import weights as head_weights
+from vllm_tf_sinks.head.build import Head, build_head, causal_lm_class, tied_to
+from vllm_tf_sinks.head.classify import Kind, classify
+from vllm_tf_sinks.head.run import connect, logits_function
+from vllm_tf_sinks.head.standin import HeadError
+
+logger = logging.getLogger("vllm.tf_sinks")
+
+
+def init_with_head(original: Callable[..., None]) -> Callable[..., None]:
+    """`CausalMixin.__init__`, which also builds, classifies and connects the model's own head."""
+
+    @wraps(original)
+    def __init__(self: Any, *, vllm_config: Any, prefix: str = "") -> None:
+        original(self, vllm_config=vllm_config, prefix=prefix)
+        if _has_own_head(self):
+            _install(self, prefix)
+
+    return __init__
+
+
+def ties_as_transformers(original: Callable[..., bool]) -> Callable[..., bool]:
+    """`Base._get_tie_word_embeddings`, which also asks whether the ForCausalLM class ties its projection.
+
+    Two classes of Transformers declare `tie_word_embeddings` without effect.
+    """
+
+    @wraps(original)
+    def _get_tie_word_embeddings(self: Any) -> bool:
+        tie = original(self)
+        if tie and _has_own_head(self):
+            head = _head_of(self)
+            return tied_to(head.model, f"{head.projection.name}.weight") is not None
+        return tie
+
+    return _get_tie_word_embeddings
+
+
+def load_with_head(original: Callable[..., set[str]]) -> Callable[..., set[str]]:
+    """`CausalMixin.load_weights`, which also loads what belongs to the head."""
+
+    @wraps(original)
+    def load_weights(self: Any, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        if not _has_own_head(self):
+            return original(self, weights)
+        apart: dict[str, Tensor] = {}
+        renamed = head_weights.renamed(weights, self.output_names)
+        loaded = vllm_api.load_weights_of_base(self, head_weights.load_projection_apart(self, renamed, apart))
+        return loaded | _load_projection(self, apart)
+
+    return load_weights
+
+
+def _has_own_head(model: Any) -> bool:
+    """Whether a model's logits come from a ForCausalLM: not those of pooling models and drafts."""
+    return vllm_api.is_generative(model) and not vllm_api.is_draft(model)
+
+
+def _head_of(model: Any) -> Head:
+    """The head of `model`, built when first asked for: tying is asked for before the model is complete."""
+    if "own_head" not in vars(model):
+        config = model.config
+        try:
+            cls = causal_lm_class(
+                config,
+                model.model_config.trust_remote_code,
+                getattr(model.model_config, "code_revision", None),
+            )
+        except HeadError as error:
+            raise HeadError(f"{type(model.model).__name__}: {error}. {_ADVICE}") from error
+        model.own_head = build_head(cls, config, model.model)
+    head: Head = model.own_head
+    return head
+
+
+_ADVICE = "VLLM_TF_SINKS=sinks leaves the output head to vLLM, which takes it for a plain lm_head."
+
+
+def _install(model: Any, prefix: str) -> None:
+    head = _head_of(model)
+    plan = classify(head, model.text_config.hidden_size)
+    model.output_is_tied = model._get_tie_word_embeddings()
+    model.output_names = head_weights.Names(head, plan, model.output_is_tied)
+    if head.base_built_with.get("add_pooling_layer") is False and hasattr(model.model, "pooler"):
+        model.model.pooler = None  # the ForCausalLM has none, and so no weights for it
+    if not model.pp_group.is_last_rank:
+        setattr(model, head_weights.MODULE, vllm_api.missing_layer())
+        return
+    _fit_projection(model, head, prefix)
+    if head_weights.materialise(head, plan, model.model_config.dtype, model.device_config.device):
+        setattr(model, head_weights.MODULE, head.model)
+    if plan.kind is not Kind.PROJECTION:
+        connect(head, model)
+        model.compute_logits = logits_function(model, head, plan)
+    logger.info("%s: output head: %s", head.name, plan.describe())
+
+
+def _fit_projection(model: Any, head: Head, prefix: str) -> None:
+    """Make vLLM's `lm_head` what the head's projection is: its sizes, its dtype, its bias."""
+    projection, config = head.projection, model.text_config
+    float32 = head.keeps_in_float32(f"{projection.name}.weight") and model.model_config.dtype != torch.float32
+    sizes = (projection.out_features, projection.in_features)
+    if not model.output_is_tied and (float32 or sizes != (config.vocab_size, config.hidden_size)):
+        dtype = torch.float32 if float32 else None
+        model.lm_head = vllm_api.make_lm_head(model, *sizes, dtype, prefix)
+        if float32:
+            model.logits_processor.head_dtype = torch.float32
+    model.logits_processor.org_vocab_size = projection.out_features
+    # Fields of the config that the head's own code honours, or Transformers ignores
+    model.logits_processor.scale, model.logits_processor.soft_cap = 1.0, None
+    if projection.has_bias and model.lm_head.bias is None:
+        model.lm_head._register_bias()
+
+
+def _load_projection(model: Any, apart: dict[str, Tensor]) -> set[str]:
+    """Load the projection's bias, and its weight where the config ties it but the checkpoint does not."""
+    loaded: set[str] = set()
+    if not model.pp_group.is_last_rank:
+        return loaded
+    if (bias := apart.get("lm_head.bias")) is not None:
+        parameter: Any = model.lm_head.bias
+        if parameter is None:
+            raise HeadError(
+                f"The checkpoint has a bias of the output head, but {model.own_head.name} has none."
+            )
+        parameter.weight_loader(parameter, bias)
+        loaded.add("lm_head.bias")
+    if (weight := apart.get("lm_head.weight")) is not None:
+        vocabulary, size = weight.shape
+        untied = vllm_api.make_lm_head(model, vocabulary, size, None, "")
+        untied.weight.weight_loader(untied.weight, weight.to(untied.weight.device))
+        if not torch.equal(untied.weight, model.lm_head.weight):
+            untied.bias = model.lm_head.bias
+            model.lm_head = untied
+        loaded.add("lm_head.weight")
+    return loaded

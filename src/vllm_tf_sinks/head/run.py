@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run a head: what `compute_logits` of a model becomes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from vllm_tf_sinks import vllm_api
+from vllm_tf_sinks.head.build import Head
+from vllm_tf_sinks.head.classify import Kind, Plan
+from vllm_tf_sinks.head.standin import HeadError
+
+
+def connect(head: Head, model: Any) -> None:
+    """Let the head's projection be vLLM's, as the model holds it at each call: LoRA and drafts replace it."""
+
+    def project(x: Tensor) -> Tensor:
+        return model.logits_processor(model.lm_head, x[0], model.lm_head.bias)[None]  # type: ignore[no-any-return]
+
+    head.projection.project = project
+    head.projection.dtype, head.projection.device = model.model_config.dtype, model.device_config.device
+
+
+def logits_function(model: Any, head: Head, plan: Plan) -> Callable[..., Tensor | None]:
+    """`compute_logits` for a head that is more than a projection.
+
+    Returns:
+        A function of hidden states [N, H] on this rank to logits [N, V], writable, the same on all ranks.
+
+    Raises:
+        HeadError: if the head needs all logits of a row, but this platform gathers them on one rank only.
+
+    """
+    if plan.kind is Kind.ELEMENTWISE:
+        return _elementwise(model, plan)
+    if model.tp_group.world_size > 1 and not model.logits_processor.use_all_gather:
+        raise HeadError(
+            f"{head.name} needs all logits of a row, which this platform gathers on the first rank only."
+        )
+    if head.projection.out_features < model.text_config.vocab_size:
+        raise HeadError(
+            f"{head.name} projects to {head.projection.out_features} logits, fewer than "
+            f"vocab_size={model.text_config.vocab_size}."
+        )
+    return _whole(model, head, plan)
+
+
+def _elementwise(model: Any, plan: Plan) -> Callable[..., Tensor | None]:
+    before, after = plan.before or _same, plan.after or _same
+    sharded = model.tp_group.world_size > 1 and vllm_api.projects_without_gather()
+
+    def compute_logits(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor | None:
+        processor, lm_head = model.logits_processor, model.lm_head
+        logits = processor(lm_head, before(hidden_states), lm_head.bias)
+        return logits if logits is None else after(logits)
+
+    def compute_sharded_logits(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor | None:
+        processor, lm_head = model.logits_processor, model.lm_head
+        shard = after(processor(lm_head, before(hidden_states), lm_head.bias, skip_gather=True))
+        logits = processor._gather_logits(shard)
+        return logits if logits is None else logits[..., : processor.org_vocab_size]
+
+    return compute_sharded_logits if sharded else compute_logits
+
+
+def _whole(model: Any, head: Head, plan: Plan) -> Callable[..., Tensor]:
+    before, after, project = plan.before or _same, plan.after or _same, head.projection.project
+    vocabulary = model.text_config.vocab_size
+
+    def compute_flat(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        return _padded(after(project(before(hidden_states[None])))[0], vocabulary)
+
+    def compute_as_written(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        return _padded(head.as_written(hidden_states[None])[0], vocabulary)
+
+    return compute_flat if plan.flat else compute_as_written
+
+
+def _padded(logits: Tensor, vocabulary: int) -> Tensor:
+    """Logits over the vocabulary that vLLM expects: a head may cut off tokens that are never predicted."""
+    missing = vocabulary - logits.shape[-1]
+    return F.pad(logits, (0, missing), value=float("-inf")) if missing > 0 else logits
+
+
+def _same(x: Tensor) -> Tensor:
+    return x

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the tensors of a checkpoint that belong to a head go in vLLM's model."""
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from vllm_tf_sinks.head.build import Head, tied_to
+from vllm_tf_sinks.head.classify import Plan
+
+MODULE = "output_head"  # the attribute of vLLM's model that holds a head's own weights
+PROJECTION = "lm_head"  # and the one that holds its projection
+
+
+class Names:
+    """Maps names of a checkpoint's tensors to those of vLLM's model."""
+
+    def __init__(self, head: Head, plan: Plan, is_tied: bool) -> None:
+        name = head.projection.name
+        self._prefix = f"{name}."
+        # Whatever the ForCausalLM has besides base model and projection: used, or loaded for nothing
+        self._names: dict[str, str | None] = {
+            weight: f"{MODULE}.{weight}" if weight in plan.weights else None
+            for weight, _ in [*head.model.named_parameters(), *head.model.named_buffers()]
+        }
+        if head.projection.has_bias and is_tied and (alias := tied_to(head.model, f"{name}.bias")):
+            self._names[alias] = f"{PROJECTION}.bias"
+        ignored = getattr(head.model, "_keys_to_ignore_on_load_unexpected", None) or []
+        self._ignored = [re.compile(pattern) for pattern in ignored]
+
+    def __call__(self, name: str) -> str | None:
+        """The name in vLLM's model, or None for a tensor that Transformers does not use either."""
+        if name in self._names:
+            return self._names[name]
+        if name.startswith(self._prefix):
+            return f"{PROJECTION}.{name.removeprefix(self._prefix)}"
+        return None if any(pattern.search(name) for pattern in self._ignored) else name
+
+
+def materialise(head: Head, plan: Plan, dtype: torch.dtype, device: torch.device) -> bool:
+    """Give the weights that the head uses memory on `device`; returns whether there are any.
+
+    They are in `dtype`, but for those that Transformers keeps in float32. The rest stays on the
+    meta device, where no tensor of a checkpoint is missed.
+    """
+    for path, owner in head.model.named_modules():
+        for name, parameter in list(owner._parameters.items()):
+            full_name = f"{path}.{name}" if path else name
+            if parameter is None:
+                continue
+            if full_name not in plan.weights:
+                owner._parameters[name] = None
+                continue
+            kept = torch.float32 if head.keeps_in_float32(full_name) else dtype
+            data = torch.empty(parameter.shape, dtype=kept, device=device)
+            owner._parameters[name] = nn.Parameter(data, requires_grad=False)
+        for name, buffer in owner._buffers.items():
+            if buffer is not None:
+                owner._buffers[name] = buffer.to(device)
+    return bool(plan.weights)
+
+
+def renamed(weights: Iterable[tuple[str, torch.Tensor]], names: Names) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a checkpoint under their names in vLLM's model, without those that are not used."""
+    for name, weight in weights:
+        if (new := names(name)) is not None:
+            yield new, weight
+
+
+def load_projection_apart(
+    model: Any, weights: Iterable[tuple[str, torch.Tensor]], apart: dict[str, torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Put what vLLM's own loader would drop or misplace into `apart`, and yield the rest.
+
+    That is the bias, which vLLM registers anew at each load, and the weight of a tied projection,
+    which vLLM skips: Transformers takes a tied weight that a checkpoint has of its own for an untied one.
+    """
+    tied = model.output_is_tied
+    for name, weight in weights:
+        if name == f"{PROJECTION}.bias" or (tied and name == f"{PROJECTION}.weight"):
+            apart[name] = weight
+        else:
+            yield name, weight
