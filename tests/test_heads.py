@@ -6,10 +6,11 @@ from support.checkpoints import HEADS
 from support.zygote import JobError
 
 CLOSE = 1e-4
+ENVIRONMENT = {"minicpm3": {"VLLM_MLA_DISABLE": "1"}}  # the CPU's MLA kernels take no float32
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("name", HEADS)
 def test_logprobs_equal_hugging_face(vllm, checkpoint, difference, name, tied):
     folder = checkpoint(vllm, name, tie_word_embeddings=tied)
-    assert difference(vllm, folder) < CLOSE
+    assert difference(vllm, folder, env=ENVIRONMENT.get(name)) < CLOSE

@@ -112,9 +112,12 @@ def forget_mla_block_size(cache_config: Any) -> None:
 
 
 def backends_with_sinks() -> list[str]:
-    """Names of the attention backends of this vLLM that take sinks and can be imported here."""
+    """Names of the attention backends of this vLLM that take sinks and can be imported on this platform."""
+    from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+    if current_platform.is_cpu():  # has one, which takes sinks but does not announce them
+        return ["CPU_ATTN"]
     names = []
     for backend in AttentionBackendEnum:
         try:
@@ -174,3 +177,21 @@ def load_weights_of_base(model: Any, weights: Any) -> set[str]:
 
     loaded: set[str] = super(CausalMixin, model).load_weights(weights)
     return loaded
+
+
+def use_config_of_transformers(model_config: Any) -> None:
+    """Give a model that Transformers has Transformers' own config, where vLLM read it with one of its own.
+
+    vLLM up to 0.31 has a HyperCLOVAXConfig, for which `AutoModel` finds no class.
+    """
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    config = model_config.hf_config
+    name = CONFIG_MAPPING_NAMES.get(config.model_type)
+    if name is None or not type(config).__module__.startswith("vllm."):
+        return
+    fields = config.to_dict()
+    fields.pop("auto_map", None)
+    model_config.hf_config = getattr(transformers, name).from_dict(fields)
+    model_config.hf_text_config = model_config.hf_config.get_text_config()

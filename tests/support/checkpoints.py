@@ -77,6 +77,7 @@ HEADS: dict[str, tuple[str, dict]] = {
             "kv_lora_rank": 16,
             "qk_nope_head_dim": 16,
             "qk_rope_head_dim": 16,
+            "head_dim": 16,
             "v_head_dim": 32,
             "num_key_value_heads": 4,
             "scale_emb": 1.3,
@@ -84,12 +85,21 @@ HEADS: dict[str, tuple[str, dict]] = {
         },
     ),
     "cohere": ("Cohere", {**SIZES, "logit_scale": 0.37}),
-    "cohere_compass_text": ("CohereCompass", {**SIZES, "logit_scale": 0.37}),
+    "cohere_compass_text": (
+        "CohereCompassText",
+        {
+            **{name: size for name, size in SIZES.items() if name != "head_dim"},
+            "hidden_size": 256,  # its rotary sections are for heads of 128
+            "num_attention_heads": 2,
+            "logit_scale": 0.37,
+            "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}},
+        },
+    ),
     "gemma2": ("Gemma2", {**SIZES, **WINDOW, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 30}),
-    "gemma3_text": ("Gemma3", {**SIZES, **WINDOW, "final_logit_softcapping": 3.0}),
+    "gemma3_text": ("Gemma3Text", {**SIZES, **WINDOW, "final_logit_softcapping": 3.0}),
     "nanochat": ("NanoChat", {**SIZES, "final_logit_softcapping": 3.0}),
     "vaultgemma": ("VaultGemma", {**SIZES, **WINDOW, "final_logit_softcapping": 3.0}),
-    "modernbert-decoder": ("ModernBertDecoder", {**SIZES, "decoder_bias": True}),
+    "modernbert-decoder": ("ModernBertDecoder", {**ENCODER, "decoder_bias": True, "local_attention": 8}),
     "bert": ("Bert", ENCODER),
     "camembert": ("Camembert", ENCODER),
     "electra": ("Electra", {**ENCODER, "embedding_size": 48}),
@@ -122,8 +132,7 @@ def build(name: str, folder: str, exact_sinks: bool = True, seed: int = 0, **cha
     prefix, fields = CONFIGS[name]
     fields = {**fields, **changes}
     config = getattr(transformers, f"{prefix}Config")(**fields)
-    classes = {"Bert": "BertLMHeadModel", "RoCBert": "RoCBertForCausalLM"}
-    model = getattr(transformers, classes.get(prefix, f"{prefix}ForCausalLM"))(config)
+    model = transformers.AutoModelForCausalLM.from_config(config)
     randomise(model, exact_sinks)
     model.save_pretrained(folder)
     return folder

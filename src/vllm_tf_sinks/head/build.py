@@ -104,7 +104,7 @@ def causal_lm_class(
             )
             return remote
     named = getattr(transformers, architecture, None)
-    if isinstance(named, type) and issubclass(named, PreTrainedModel) and named.can_generate():
+    if isinstance(named, type) and issubclass(named, PreTrainedModel) and named.can_generate():  # type: ignore[attr-defined]
         return named
     try:
         mapped: type[PreTrainedModel] = AutoModelForCausalLM._model_mapping[type(config)]
@@ -180,7 +180,7 @@ def _parameters_on_meta() -> Iterator[None]:
             param = nn.Parameter(param.to("meta"), requires_grad=False)
         register(self, name, param)
 
-    nn.Module.register_parameter = register_on_meta  # type: ignore[assignment,method-assign]
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
     try:
         yield
     finally:

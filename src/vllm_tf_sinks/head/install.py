@@ -13,6 +13,7 @@ from vllm_tf_sinks import vllm_api
 from vllm_tf_sinks.head import weights as head_weights
 from vllm_tf_sinks.head.build import Head, build_head, causal_lm_class, tied_to
 from vllm_tf_sinks.head.classify import Kind, classify
+from vllm_tf_sinks.head.positions import shift_positions
 from vllm_tf_sinks.head.run import connect, logits_function
 from vllm_tf_sinks.head.standin import HeadError
 
@@ -24,6 +25,7 @@ def init_with_head(original: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(original)
     def __init__(self: Any, *, vllm_config: Any, prefix: str = "") -> None:
+        vllm_api.use_config_of_transformers(vllm_config.model_config)
         original(self, vllm_config=vllm_config, prefix=prefix)
         if _has_own_head(self):
             _install(self, prefix)
@@ -95,6 +97,7 @@ def _install(model: Any, prefix: str) -> None:
     model.output_names = head_weights.Names(head, plan, model.output_is_tied)
     if head.base_built_with.get("add_pooling_layer") is False and hasattr(model.model, "pooler"):
         model.model.pooler = None  # the ForCausalLM has none, and so no weights for it
+    shift_positions(model)
     if not model.pp_group.is_last_rank:
         setattr(model, head_weights.MODULE, vllm_api.missing_layer())
         return

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.conversion_mapping import WeightRenaming, get_model_conversion_mapping
 
 from vllm_tf_sinks.head.build import Head, tied_to
 from vllm_tf_sinks.head.classify import Plan
@@ -28,15 +29,21 @@ class Names:
         }
         if head.projection.has_bias and is_tied and (alias := tied_to(head.model, f"{name}.bias")):
             self._names[alias] = f"{PROJECTION}.bias"
+        # Stateful renamings follow the order of a whole checkpoint, which vLLM's own mapper sees
+        conversions = get_model_conversion_mapping(head.model)
+        self._renamings = [each for each in conversions if type(each) is WeightRenaming]
         ignored = getattr(head.model, "_keys_to_ignore_on_load_unexpected", None) or []
         self._ignored = [re.compile(pattern) for pattern in ignored]
 
     def __call__(self, name: str) -> str | None:
         """The name in vLLM's model, or None for a tensor that Transformers does not use either."""
-        if name in self._names:
-            return self._names[name]
-        if name.startswith(self._prefix):
-            return f"{PROJECTION}.{name.removeprefix(self._prefix)}"
+        current = name
+        for renaming in self._renamings:
+            current, _ = renaming.rename_source_key(current)
+        if current in self._names:
+            return self._names[current]
+        if current.startswith(self._prefix):
+            return f"{PROJECTION}.{current.removeprefix(self._prefix)}"
         return None if any(pattern.search(name) for pattern in self._ignored) else name
 
 
