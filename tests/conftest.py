@@ -43,9 +43,10 @@ def checkpoint(tmp_path_factory):
 
     def make(vllm: Zygote, name: str, builder: str = "build", **changes) -> str:
         key = repr((name, builder, sorted(changes.items())))
+        job = builder if ":" in builder else f"support.checkpoints:{builder}"
         if key not in made:
             folder = str(tmp_path_factory.mktemp(name))
-            made[key] = vllm.run(f"support.checkpoints:{builder}", name=name, folder=folder, **changes)
+            made[key] = vllm.run(job, name=name, folder=folder, **changes)
         return made[key]
 
     return make

@@ -22,6 +22,7 @@ def test_life_of_the_rows(vllm):
     assert set(life["before"].values()) == {"off"}
     assert set(life["waiting"].values()) == {"pending"}
     expected = {
+        "sinks.config": "applied",
         "sinks.find": "applied",
         "sinks.layers": "applied",
         "sinks.attention": "not needed" if number(vllm) >= HAS_SINKS else "applied",

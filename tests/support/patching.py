@@ -46,15 +46,18 @@ def depth(function) -> int:
 def logged():
     """The records that the plugin logs."""
     records: list[logging.LogRecord] = []
-    handler = logging.Handler()
-    handler.emit = records.append
+
+    def keep(record):  # as a filter, which stays when vLLM configures logging anew
+        records.append(record)
+        return True
+
     logger = logging.getLogger("vllm.tf_sinks")
     logger.setLevel(logging.INFO)
-    logger.addHandler(handler)
+    logger.addFilter(keep)
     try:
         yield records
     finally:
-        logger.removeHandler(handler)
+        logger.removeFilter(keep)
 
 
 def messages(records, level: int) -> list[str]:

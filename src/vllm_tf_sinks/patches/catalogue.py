@@ -11,6 +11,16 @@ def _always_needed() -> str:
 
 CATALOGUE = (
     Patch(
+        name="sinks.config",
+        targets=(f"{vllm_api.BACKEND}.base:Base._patch_config",),
+        parameters=("self",),
+        replacement="vllm_tf_sinks.sinks.guards:refuse_by_config",
+        why="models whose sinks belong to no ordinary attention fail in the dark while they are built",
+        has=_always_needed,
+        upstream="none yet",
+        until="vLLM refuses them by name, or serves them",
+    ),
+    Patch(
         name="sinks.find",
         targets=(f"{vllm_api.BACKEND}.base:Base.pipeline_parallel",),
         parameters=("self",),

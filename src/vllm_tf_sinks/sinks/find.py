@@ -58,7 +58,8 @@ def find_sinks(model: nn.Module) -> list[Sink]:
             the meta device or not.
 
     Raises:
-        SinkError: if a module passes a sink that is not one unchanged parameter, or has no `layer_idx`.
+        SinkError: if a module passes a sink that is not one unchanged parameter, has no `layer_idx`,
+            or has that of another.
 
     """
     owners = {
@@ -66,7 +67,7 @@ def find_sinks(model: nn.Module) -> list[Sink]:
         for owner_name, owner in model.named_modules()
         for name, parameter in owner.named_parameters(recurse=False)
     }
-    sinks = []
+    sinks: dict[int, Sink] = {}
     for module_name, module in model.named_modules():
         if not _dispatches_to_vllm(module) or (owner := _trace(module, owners)) is None:
             continue
@@ -76,9 +77,14 @@ def find_sinks(model: nn.Module) -> list[Sink]:
                 f"{type(module).__name__} ({module_name}) passes a sink, but has no layer_idx by which "
                 "vLLM would find its attention layer."
             )
+        if index in sinks:
+            raise SinkError(
+                f"{sinks[index].module_name} and {module_name} both pass a sink to vLLM's attention in "
+                f"layer {index}, which has one attention layer."
+            )
         heads = owner.parameter.numel()
-        sinks.append(Sink(module_name, index, owner.module_name, owner.name, heads))
-    return sinks
+        sinks[index] = Sink(module_name, index, owner.module_name, owner.name, heads)
+    return list(sinks.values())
 
 
 _ADVICE = (

@@ -18,6 +18,38 @@ logger = logging.getLogger("vllm.tf_sinks")
 # The layers of a Transformers model that vLLM's ordinary attention computes
 ORDINARY_LAYERS = {"full_attention", "sliding_attention"}
 
+# Sink models that do something to their keys which vLLM's attention layers do not: config.model_type -> what
+STRANGE_ATTENTION = {
+    "deepseek_v4": "compresses its keys and values",
+    "deepseek_v41": "compresses its keys and values",
+    "hy_v4": "selects its keys by an indexer",
+}
+
+
+def refuse_by_config(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`Base._patch_config`, the first step of building, which also refuses what the config gives away.
+
+    Raises:
+        SinkError: naming the model, if it is one of `STRANGE_ATTENTION`.
+
+    """
+
+    @wraps(original)
+    def _patch_config(self: Any) -> None:
+        if what := STRANGE_ATTENTION.get(self.text_config.model_type):
+            name = ", ".join(self.config.architectures or [self.text_config.model_type])
+            raise _not_ordinary(name, what)
+        original(self)
+
+    return _patch_config
+
+
+def _not_ordinary(name: str, what: str) -> SinkError:
+    return SinkError(
+        f"{name} has attention sinks and {what}, which vLLM's attention layer does not do. Use a native "
+        "implementation, if this vLLM has one: --model-impl vllm."
+    )
+
 
 def check_model(model: Any, sinks: list[Sink]) -> None:
     """Check that every sink of a Transformers-backend model can be applied.
@@ -38,15 +70,9 @@ def check_model(model: Any, sinks: list[Sink]) -> None:
         )
     layer_types = getattr(model.text_config, "layer_types", None) or []
     if strange := sorted(set(layer_types) - ORDINARY_LAYERS):
-        raise SinkError(
-            f"{name} has attention sinks and layers of the type {', '.join(strange)}, which vLLM's "
-            "attention layer does not compute. Use a native implementation: --model-impl vllm."
-        )
+        raise _not_ordinary(name, f"computes layers of the type {', '.join(strange)}")
     if hasattr(model.text_config, "index_topk"):
-        raise SinkError(
-            f"{name} has attention sinks and selects its keys by an indexer (index_topk), which vLLM's "
-            "attention layer does not do. Use a native implementation: --model-impl vllm."
-        )
+        raise _not_ordinary(name, "selects its keys by an indexer (index_topk)")
     if model.model_config.use_mla:
         _leave_mla(model)
 

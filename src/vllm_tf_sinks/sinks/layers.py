@@ -73,7 +73,7 @@ class _SinkLayers:
             setattr(owner, sink.name, sink_parameter(sink, current, heads, dtype, device))
         return heads
 
-    def build(self, layer_class: Callable[..., nn.Module], **kwargs: Any) -> nn.Module:
+    def build(self, layer_class: Callable[..., nn.Module], **kwargs: Any) -> Any:
         """Build the attention layer `kwargs["prefix"]` with its sink, if it has one."""
         index = int(re.findall(r"\d+", kwargs["prefix"])[-1])
         if (sink := self.sinks.get(index)) is None:
@@ -84,7 +84,9 @@ class _SinkLayers:
             kwargs["head_size"] = size
         kwargs |= {"sinks": parameter.view(-1), "num_heads": heads.query, "num_kv_heads": heads.key_value}
         try:
-            layer = layer_class(**kwargs)
+            layer: Any = layer_class(**kwargs)
+            if getattr(layer.impl, "sinks", None) is None:
+                raise ValueError(f"{layer.attn_backend.get_name()} takes no sinks")
         except (TypeError, ValueError) as error:
             raise SinkError(
                 f"Attention layer {kwargs['prefix']} cannot be built with its sink {sink.parameter_name}: "
@@ -94,17 +96,13 @@ class _SinkLayers:
         return layer
 
     def attach(self) -> None:
-        """Make each layer a submodule of the module it serves, and check that it holds its sink.
+        """Make each layer a submodule of the module it serves, and check that none was left out.
 
         vLLM's post-load step and `.to()` reach only what is in the module tree.
         """
         for index, sink in self.sinks.items():
-            layer = self.built.get(index)
-            if layer is None or getattr(layer.impl, "sinks", None) is None:
-                raise SinkError(
-                    f"No attention layer was built with the sink {sink.parameter_name}. Attention backends "
-                    f"that take sinks: {', '.join(vllm_api.backends_with_sinks())}."
-                )
+            if (layer := self.built.get(index)) is None:
+                raise SinkError(f"vLLM built no attention layer for the sink {sink.parameter_name}.")
             _hand_over(layer, getattr(self.model.get_submodule(sink.owner_name), sink.name))
             module = self.model.get_submodule(sink.module_name)
             if not hasattr(module, vllm_api.attention_attribute()):
@@ -113,7 +111,7 @@ class _SinkLayers:
 
 
 def _expanded_head_size(text_config: Any) -> int:
-    """The size of an MLA model's query and key heads, which vLLM does not know everywhere; 0 for other models."""
+    """The size of an MLA model's query and key heads, which not every vLLM knows; 0 for other models."""
     if getattr(text_config, "kv_lora_rank", None) is None:
         return 0
     return int(text_config.qk_nope_head_dim + text_config.qk_rope_head_dim)
