@@ -25,7 +25,10 @@ GRANITE = {"embedding_multiplier": 1.7, "residual_multiplier": 0.7, "attention_m
 MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
 # head size 32 again, for configs without a head_dim
 ENCODER = {
-    **{name: SIZES[name] for name in ("vocab_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings")},
+    **{
+        name: SIZES[name]
+        for name in ("vocab_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings")
+    },
     "hidden_size": 64,
     "num_attention_heads": 2,
     "is_decoder": True,

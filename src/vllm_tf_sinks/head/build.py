@@ -75,9 +75,7 @@ class Head:
             for base in self._base:
                 del base.__dict__["hidden_states"]
         if not isinstance(logits, torch.Tensor) or logits.shape[:-1] != hidden_states.shape[:-1]:
-            raise HeadError(
-                f"it gives no row of logits for each row of hidden states {tuple(hidden_states.shape)}"
-            )
+            raise HeadError(f"it gives no row of logits for each row of hidden states {tuple(hidden_states.shape)}")
         return logits
 
 
@@ -116,7 +114,7 @@ def causal_lm_class(
     return mapped
 
 
-def build_head(cls: type, config: Any, base: nn.Module | None) -> Head:
+def build_head(cls: type[PreTrainedModel], config: Any, base: nn.Module | None) -> Head:
     """Build the head of the ForCausalLM class `cls`; parameters are on the meta device, buffers on the CPU.
 
     Args:
@@ -131,7 +129,7 @@ def build_head(cls: type, config: Any, base: nn.Module | None) -> Head:
     stand_in = type("BaseStandIn", (BaseStandIn,), {"base": base})
     try:
         with _base_models_replaced(cls, stand_in), _parameters_on_meta(), torch.device("cpu"):
-            model = bare(copy.deepcopy(config)).eval()
+            model = bare(copy.deepcopy(_config_for(cls, config))).eval()
         embeddings = model.get_output_embeddings()
     except Exception as error:  # constructors of any class, remote ones too
         raise HeadError(f"{cls.__name__} cannot be built: {type(error).__name__}: {error}") from error
@@ -145,6 +143,12 @@ def build_head(cls: type, config: Any, base: nn.Module | None) -> Head:
     parent, _, child = names[0].rpartition(".")
     setattr(model.get_submodule(parent), child, projection)
     return Head(model, projection)
+
+
+def _config_for(cls: type[PreTrainedModel], config: Any) -> Any:
+    """The part of `config` that `cls` takes: a text model is built from a multimodal config's text part."""
+    text = config.get_text_config()
+    return text if isinstance(text, cls.config_class or object) and not isinstance(config, cls.config_class) else config
 
 
 @contextmanager

@@ -138,9 +138,7 @@ def _plan(recording: Recording) -> Plan:
         return Plan(Kind.PROJECTION)
     if is_chain and all(_in_place(step) for step in after):
         kind = Kind.ELEMENTWISE
-        after = [
-            Step(getattr(Tensor, _in_place(step)), step.args, step.kwargs, step.result) for step in after
-        ]
+        after = [Step(getattr(Tensor, _in_place(step)), step.args, step.kwargs, step.result) for step in after]
     else:
         kind = Kind.WHOLE
     last = after[-1].result if after else projection.result
@@ -222,10 +220,7 @@ def _in_float64(head: Head, hidden_size: int) -> Iterator[None]:
         return logits if bias is None else logits + bias
 
     parameters = [
-        (owner, name, p)
-        for owner in head.model.modules()
-        for name, p in owner._parameters.items()
-        if p is not None
+        (owner, name, p) for owner in head.model.modules() for name, p in owner._parameters.items() if p is not None
     ]
     original = projection.project, projection.dtype, projection.device
     try:

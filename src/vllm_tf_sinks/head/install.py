@@ -135,9 +135,7 @@ def _load_projection(model: Any, apart: dict[str, Tensor]) -> set[str]:
     if (bias := apart.get("lm_head.bias")) is not None:
         parameter: Any = model.lm_head.bias
         if parameter is None:
-            raise HeadError(
-                f"The checkpoint has a bias of the output head, but {model.own_head.name} has none."
-            )
+            raise HeadError(f"The checkpoint has a bias of the output head, but {model.own_head.name} has none.")
         parameter.weight_loader(parameter, bias)
         loaded.add("lm_head.bias")
     if (weight := apart.get("lm_head.weight")) is not None:

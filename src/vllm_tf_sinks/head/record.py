@@ -146,9 +146,11 @@ class _Recorder(TorchFunctionMode):
         first = args[0] if args else None
         if not isinstance(first, torch.Tensor) or (slot := self.slots.get(id(first))) is None:
             return None
-        by_one = func.__name__ in _SCALINGS and args[1:] in ((1,), (1.0,)) and result.dtype == first.dtype
+        by_one = func.__name__ in _SCALINGS and args[1:] and isinstance(args[1], (int, float)) and args[1] == 1
         is_in_place = result is first and func.__name__.endswith("_")
-        return slot if by_one or (_same(first, result) and not is_in_place) else None
+        if by_one and result.dtype == first.dtype:
+            return slot
+        return slot if _same(first, result) and not is_in_place else None
 
     def _named(self, value: Any) -> Any:
         """`value` with its tensors replaced by slots and weights."""

@@ -36,9 +36,7 @@ def logits_function(model: Any, head: Head, plan: Plan) -> Callable[..., Tensor 
     if plan.kind is Kind.ELEMENTWISE:
         return _elementwise(model, plan)
     if model.tp_group.world_size > 1 and not model.logits_processor.use_all_gather:
-        raise HeadError(
-            f"{head.name} needs all logits of a row, which this platform gathers on the first rank only."
-        )
+        raise HeadError(f"{head.name} needs all logits of a row, which this platform gathers on the first rank only.")
     if head.projection.out_features < model.text_config.vocab_size:
         raise HeadError(
             f"{head.name} projects to {head.projection.out_features} logits, fewer than "

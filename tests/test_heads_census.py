@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every causal LM class of Transformers: the head alone equals the class fed the same hidden states, or is refused."""
+
+import pytest
+from overlay import overlay
+from support.zygote import JobError, Zygote
+
+CLOSE = 1e-5
+
+REFUSED = {
+    "Gemma4AssistantForCausalLM": "needs more than hidden states",
+    "Gemma4UnifiedAssistantForCausalLM": "needs more than hidden states",
+    "MusicgenForCausalLM": "no single projection to the vocabulary",
+    "MusicgenMelodyForCausalLM": "no single projection to the vocabulary",
+    "ProphetNetForCausalLM": "needs more than hidden states",
+}
+NEEDS_TIMM = {"Gemma3nForConditionalGeneration"}
+
+KINDS = {"projection only", "elementwise", "whole"}  # and none that has to be run as written
+
+
+@pytest.fixture(scope="module")
+def census():
+    """The kind and difference of each class, or the error. They are the same on every vLLM."""
+    zygote = Zygote("0.32.0", overlay("0.32.0"))
+    found = {}
+    for model_type, name in zygote.run("support.census:classes"):
+        try:
+            found[model_type, name] = zygote.run("support.census:check", model_type=model_type, name=name)
+        except JobError as error:
+            found[model_type, name] = str(error)
+    zygote.close()
+    return found
+
+
+def test_every_head_equals_its_class(census):
+    refused = {name: outcome for (_, name), outcome in census.items() if isinstance(outcome, str)}
+    assert refused.keys() == REFUSED.keys() | NEEDS_TIMM
+    for name, reason in REFUSED.items():
+        assert f"HeadError: {name}" in refused[name]
+        assert reason in refused[name]
+    for name in NEEDS_TIMM:  # its vision tower is built by timm, which needs a torchvision that tests do without
+        assert "timm" in refused[name]
+    far = {key: outcome for key, outcome in census.items() if not isinstance(outcome, str) and outcome[1] > CLOSE}
+    assert not far
+
+
+def test_kinds(census):
+    kinds = {outcome[0] for outcome in census.values() if not isinstance(outcome, str)}
+    assert kinds == KINDS

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Heads of remote code: run whole, flat or as written, or refused by name."""
+
+import pytest
+from support.zygote import JobError
+
+CLOSE = 1e-4
+
+
+@pytest.mark.parametrize("form", ["flat", "reading"])
+def test_logprobs_equal_hugging_face(vllm, checkpoint, difference, form):
+    folder = checkpoint(vllm, "warped_llama", "remote", head_form=form)
+    assert difference(vllm, folder, trust_remote_code=True) < CLOSE
+    with pytest.raises(JobError):  # stock vLLM finds no lm_head
+        difference(vllm, folder, trust_remote_code=True, env={"VLLM_TF_SINKS": "sinks"})
+
+
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        ("direct", "ForCausalLM cannot be served: it goes through its projection 0 times"),
+        ("random", "ForCausalLM cannot be served: it gives other logits for the same hidden states"),
+    ],
+)
+def test_head_that_cannot_be_right_is_refused(vllm, checkpoint, form, message):
+    folder = checkpoint(vllm, "warped_llama", "remote", head_form=form)
+    with pytest.raises(JobError, match=message):
+        vllm.run("support.jobs:served_rows", checkpoint=folder, trust_remote_code=True)
