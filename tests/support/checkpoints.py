@@ -177,3 +177,24 @@ def remote(name: str, folder: str, exact_sinks: bool = True, **changes) -> str:
     model.save_pretrained(folder)
     shutil.copy(REMOTE_CODE / f"{name}.py", folder)
     return folder
+
+
+def without(folder: str, source: str, fragment: str) -> str:
+    """Copy `source` to `folder` but for the tensors whose name has `fragment`."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(source, folder, dirs_exist_ok=True)
+    path = Path(folder) / "model.safetensors"
+    tensors = {name: tensor for name, tensor in load_file(path).items() if fragment not in name}
+    save_file(tensors, path, metadata={"format": "pt"})
+    return folder
+
+
+def retagged(folder: str, source: str, **fields) -> str:
+    """Copy `source` to `folder` with other fields in its config."""
+    import json
+
+    shutil.copytree(source, folder, dirs_exist_ok=True)
+    path = Path(folder) / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+    return folder

@@ -39,7 +39,7 @@ def build_with_sinks(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(original)
     def create_attention_instances(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not self.attention_sinks:
+        if not getattr(self, "attention_sinks", None):  # unset for a draft, which is not split over ranks
             return original(self, *args, **kwargs)
         layers = _SinkLayers(self)
         with vllm_api.attention_layers_built_by(layers.build):
@@ -60,17 +60,16 @@ class _SinkLayers:
         self.built: dict[int, nn.Module] = {}
 
     def _place(self, sink: Sink) -> Heads:
-        """Put this rank's slice of `sink` into the model, unless vLLM has put just that there."""
+        """Put this rank's slice of `sink` into the model, in place of the meta tensor or of vLLM's own slice.
+
+        vLLM's (from 0.30) is the same size in most models, but loads any tensor that is long enough.
+        """
         model, owner = self.model, self.model.get_submodule(sink.owner_name)
         group = model.tp_group
-        heads = heads_of_rank(
-            sink, model.get_submodule(sink.module_name), group.rank_in_group, group.world_size
-        )
-        current: nn.Parameter = getattr(owner, sink.name)
+        heads = heads_of_rank(sink, model.get_submodule(sink.module_name), group.rank_in_group, group.world_size)
         dtype = torch.float32 if _is_kept_in_float32(model.model, sink) else model.model_config.dtype
-        if current.is_meta or current.shape != (heads.query,) or current.dtype != dtype:
-            device = model.device_config.device
-            setattr(owner, sink.name, sink_parameter(sink, current, heads, dtype, device))
+        device = model.device_config.device
+        setattr(owner, sink.name, sink_parameter(sink, heads, dtype, device))
         return heads
 
     def build(self, layer_class: Callable[..., nn.Module], **kwargs: Any) -> Any:

@@ -11,8 +11,9 @@ from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaMode
 class Config(LlamaConfig):
     model_type = "warped_llama"
 
-    def __init__(self, head_form="flat", warp_scale=0.6, **kwargs):
+    def __init__(self, head_form="flat", warp_scale=0.6, keep_float32=False, **kwargs):
         self.head_form = head_form
+        self.keep_float32 = keep_float32
         self.warp_scale = warp_scale
         super().__init__(**kwargs)
 
@@ -50,6 +51,8 @@ class ForCausalLM(LlamaForCausalLM):
         self.model = Model(config)
         del self.lm_head
         self.final = nn.ModuleDict({"out": Head(config)})
+        if config.keep_float32:
+            self._keep_in_fp32_modules_strict = {"final"}
 
     def get_output_embeddings(self):
         return self.final["out"].vocabulary

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Jobs that build a model or its head and look at what became of the head."""
+
+import time
+
+from support.jobs import ENGINE
+
+
+class Loaded(Exception):
+    """Carries what a model looked like right after it was loaded."""
+
+
+def inspected(checkpoint: str, is_last_rank: bool = True, **engine) -> dict:
+    """What a model has for a head, once it is loaded.
+
+    Args:
+        is_last_rank: whether it is told so; where not, it is the first of two pipeline ranks.
+    """
+    from vllm import LLM
+    from vllm.distributed.parallel_state import GroupCoordinator
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    load_model = CPUModelRunner.load_model
+
+    def load_and_stop(self, *args, **kwargs):
+        load_model(self, *args, **kwargs)
+        raise Loaded(_head(self.model) if is_last_rank else _no_head(self.model))
+
+    CPUModelRunner.load_model = load_and_stop
+    if not is_last_rank:
+        GroupCoordinator.is_last_rank = property(lambda self: False)
+    try:
+        LLM(checkpoint, **{**ENGINE, **engine})
+    except Loaded as loaded:
+        return loaded.args[0]
+    raise AssertionError("the model was not loaded")
+
+
+def _no_head(model) -> dict:
+    return {"parameters": [name for name, _ in model.named_parameters()], "has_logits": "compute_logits" in vars(model)}
+
+
+def _head(model) -> dict:
+    from vllm.compilation.counter import compilation_counter
+    from vllm.model_executor.models.transformers.causal import CausalMixin
+
+    return {
+        "models_seen": compilation_counter.num_models_seen,
+        "is_stock": model.compute_logits.__func__ is CausalMixin.compute_logits
+        if hasattr(model.compute_logits, "__func__")
+        else False,
+        "scale": model.logits_processor.scale,
+        "soft_cap": model.logits_processor.soft_cap,
+        "head_dtype": str(model.logits_processor.head_dtype),
+        "lm_head": {name: str(p.dtype) for name, p in model.lm_head.named_parameters()},
+        "output_head": {name: str(p.dtype) for name, p in model.named_parameters() if name.startswith("output_head.")},
+        "shares_embeddings": any(
+            p.data_ptr() == model.lm_head.weight.data_ptr() for p in model.model.get_input_embeddings().parameters()
+        ),
+    }
+
+
+def built_alone(layers: int) -> tuple[str, float, float]:
+    """The kind of a Granite's head, and the seconds to build and to classify it: no decoder may be made."""
+    import torch
+    from transformers import GraniteConfig, GraniteForCausalLM, GraniteModel
+    from vllm_tf_sinks.head.build import build_head
+    from vllm_tf_sinks.head.classify import classify
+
+    def refuse(self, *args, **kwargs):
+        raise AssertionError("a decoder was constructed")
+
+    GraniteModel.__init__ = refuse
+    config = GraniteConfig(num_hidden_layers=layers, hidden_size=4096, vocab_size=49155, logits_scaling=8.0)
+    torch.set_default_dtype(torch.bfloat16)
+    start = time.perf_counter()
+    head = build_head(GraniteForCausalLM, config, None)
+    built = time.perf_counter()
+    plan = classify(head, config.hidden_size)
+    return plan.describe(), built - start, time.perf_counter() - built
+
+
+def class_asked_for(code_revision: str) -> list:
+    """What Transformers is asked for, for the class of remote code at a revision."""
+    from transformers import LlamaConfig
+    from vllm_tf_sinks.head import build
+
+    asked = []
+    build.get_class_from_dynamic_module = lambda *args, **kwargs: asked.append((args, kwargs))
+    config = LlamaConfig(auto_map={"AutoModelForCausalLM": "modeling.Own"}, architectures=["Own"])
+    config._name_or_path = "someone/model"
+    build.causal_lm_class(config, trust_remote_code=True, code_revision=code_revision)
+    return asked
