@@ -70,8 +70,14 @@ class Difference:
 def difference():
     """Serve a checkpoint and compare all log-softmax rows with Hugging Face: `difference(zygote, folder)`."""
 
-    def compare(vllm: Zygote, folder: str, env: dict[str, str] | None = None, **engine) -> Difference:
-        served = vllm.run("support.jobs:served_rows", env=env, checkpoint=folder, **engine)
+    def compare(
+        vllm: Zygote,
+        folder: str,
+        env: dict[str, str] | None = None,
+        job: str = "support.jobs:served_rows",
+        **engine,
+    ) -> Difference:
+        served = vllm.run(job, env=env, checkpoint=folder, **engine)
         sequences = [[*prompt, *new] for prompt, (new, _, _) in zip(PROMPTS, served, strict=True)]
         load = {"trust_remote_code": True} if engine.get("trust_remote_code") else {}
         expected = vllm.run("support.jobs:reference_rows", checkpoint=folder, sequences=sequences, **load)

@@ -9,7 +9,7 @@ DROPPED = 0.05
 DROP = "support.tampers:drop_sinks"
 
 MODELS = ["gpt_oss", "granite_swa", "granitemoe_swa"]
-FORMS = ["cast", "local", "holder"]
+FORMS = ["plain", "cast", "local", "holder"]
 
 
 @pytest.mark.parametrize("name", MODELS)

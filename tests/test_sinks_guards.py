@@ -28,9 +28,7 @@ MOE = {
     "num_experts_per_tok": 2,
 }
 INDEXER = {"index_topk": 4, "index_head_dim": 32, "index_n_heads": 2, "q_lora_rank": 24}
-SMALL = {
-    name: value for name, value in SIZES.items() if name not in ("intermediate_size", "num_key_value_heads")
-}
+SMALL = {name: value for name, value in SIZES.items() if name not in ("intermediate_size", "num_key_value_heads")}
 
 
 def number(vllm) -> tuple[int, ...]:
@@ -107,9 +105,7 @@ def test_sink_of_remote_code_is_loaded_once_and_reported(vllm, checkpoint):
 
 def test_missing_sink_fails_as_any_missing_weight(vllm, checkpoint):
     source = checkpoint(vllm, "gpt_oss")
-    folder = checkpoint(
-        vllm, "missing", "support.sink_jobs:rewrite", source=source, rewriter="without_a_sink"
-    )
+    folder = checkpoint(vllm, "missing", "support.sink_jobs:rewrite", source=source, rewriter="without_a_sink")
     message = r"not initialized from checkpoint.*model\.layers\.1\.self_attn\.sinks"
     with pytest.raises(JobError, match=message):
         vllm.run("support.jobs:served_rows", checkpoint=folder)
@@ -137,9 +133,7 @@ def test_bfloat16_sinks_are_handed_over_as_they_are(vllm, checkpoint):
 
 
 def test_strict_float32_sinks_stay_float32_in_a_bfloat16_model(vllm, checkpoint):
-    folder = checkpoint(
-        vllm, "offset_llama", "remote", sink_form="cast", keep_float32=True, exact_sinks=False
-    )
+    folder = checkpoint(vllm, "offset_llama", "remote", sink_form="cast", keep_float32=True, exact_sinks=False)
     sinks = vllm.run(
         "support.sink_jobs:built",
         checkpoint=folder,

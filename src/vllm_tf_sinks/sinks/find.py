@@ -8,6 +8,7 @@ parameter that is. Names of parameters play no part.
 import ast
 import builtins
 import inspect
+import math
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,7 +35,7 @@ class Sink:
         layer_index: the layer of vLLM that serves it.
         owner_name: the module that holds the parameter.
         name: the parameter's name in its owner.
-        num_heads: how many numbers it has, over all ranks.
+        shape: its shape, over all ranks.
 
     """
 
@@ -42,7 +43,12 @@ class Sink:
     layer_index: int
     owner_name: str
     name: str
-    num_heads: int
+    shape: tuple[int, ...]
+
+    @property
+    def num_heads(self) -> int:
+        """How many numbers it has, over all ranks."""
+        return math.prod(self.shape)
 
     @property
     def parameter_name(self) -> str:
@@ -82,8 +88,8 @@ def find_sinks(model: nn.Module) -> list[Sink]:
                 f"{sinks[index].module_name} and {module_name} both pass a sink to vLLM's attention in "
                 f"layer {index}, which has one attention layer."
             )
-        heads = owner.parameter.numel()
-        sinks[index] = Sink(module_name, index, owner.module_name, owner.name, heads)
+        shape = tuple(owner.parameter.shape)
+        sinks[index] = Sink(module_name, index, owner.module_name, owner.name, shape)
     return list(sinks.values())
 
 
@@ -159,9 +165,7 @@ class _Passed:
     def arguments(self) -> set[str]:
         """The method's parameters, but for `self`."""
         args = self.tree.args
-        names = [
-            a.arg for a in (*args.posonlyargs, *args.args, *args.kwonlyargs, args.vararg, args.kwarg) if a
-        ]
+        names = [a.arg for a in (*args.posonlyargs, *args.args, *args.kwonlyargs, args.vararg, args.kwarg) if a]
         return set(names[1:])
 
     def owner(self, module: nn.Module, owners: dict[int, _Owner]) -> _Owner | None:

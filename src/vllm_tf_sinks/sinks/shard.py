@@ -46,31 +46,32 @@ def heads_of_rank(sink: Sink, module: nn.Module, rank: int, ranks: int) -> Heads
 
     They are sharded if a projection of the module is: a model without a tensor-parallel plan whose
     projections vLLM could not fuse is computed whole by every rank.
+
+    Raises:
+        SinkError: if the key-value heads do not divide over the ranks, and no fused projection copies them.
+
     """
+    from vllm.model_executor.layers.linear import ColumnParallelLinear, QKVParallelLinear
+
     groups = getattr(module, "num_key_value_groups", 1)  # query heads a key-value head, over all ranks
     key_value = sink.num_heads // groups
-    if ranks == 1 or not _has_sharded_projection(module):
+    columns = [m for m in module.modules() if isinstance(m, ColumnParallelLinear) and not m.gather_output]
+    if ranks == 1 or not columns:
         return Heads(0, sink.num_heads, key_value)
+    if key_value % ranks and not any(isinstance(m, QKVParallelLinear) for m in columns):
+        raise SinkError(
+            f"{sink.module_name} has {key_value} key-value heads, which tensor_parallel_size={ranks} does "
+            "not divide, and vLLM could not fuse its projections to give each rank a copy of one."
+        )
     query = sink.num_heads // ranks
-    # With fewer key-value heads than ranks each rank keeps a copy of one
     return Heads(rank * query, query, max(1, key_value // ranks))
 
 
-def _has_sharded_projection(module: nn.Module) -> bool:
-    from vllm.model_executor.layers.linear import ColumnParallelLinear
-
-    return any(isinstance(m, ColumnParallelLinear) and not m.gather_output for m in module.modules())
-
-
-def sink_parameter(
-    sink: Sink, like: nn.Parameter, heads: Heads, dtype: torch.dtype, device: torch.device
-) -> nn.Parameter:
+def sink_parameter(sink: Sink, heads: Heads, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
     """An uninitialised parameter for this rank's slice of a sink, with its weight loader.
 
     Args:
-        sink: where the sink is.
-        like: the parameter that the model was built with; every dimension of its shape is kept but
-            the one that counts heads.
+        sink: where the sink is; every dimension of its shape is kept but the one that counts heads.
         heads: the heads of this rank.
         dtype: what the parameter is kept in.
         device: where it is.
@@ -79,7 +80,7 @@ def sink_parameter(
         The parameter, `heads.query` numbers in `dtype` on `device`.
 
     """
-    shape = [heads.query if size == sink.num_heads else size for size in like.shape]
+    shape = [heads.query if size == sink.num_heads else size for size in sink.shape]
     parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
     parameter.weight_loader = sink_loader(sink, heads)  # type: ignore[attr-defined]
     return parameter

@@ -17,8 +17,9 @@ from transformers.models.llama.modeling_llama import (
 class Config(LlamaConfig):
     model_type = "offset_llama"
 
-    def __init__(self, sink_form="cast", keep_float32=False, **kwargs):
+    def __init__(self, sink_form="cast", keep_float32=False, has_plan=True, **kwargs):
         self.sink_form = sink_form
+        self.has_plan = has_plan
         self.keep_float32 = keep_float32
         super().__init__(**kwargs)
 
@@ -44,8 +45,7 @@ class OffsetAttention(LlamaAttention):
     def project(self, hidden_states, position_embeddings):
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         query, key, value = (
-            layer(hidden_states).view(shape).transpose(1, 2)
-            for layer in (self.q_proj, self.k_proj, self.v_proj)
+            layer(hidden_states).view(shape).transpose(1, 2) for layer in (self.q_proj, self.k_proj, self.v_proj)
         )
         return *apply_rotary_pos_emb(query, key, *position_embeddings), value
 
@@ -53,9 +53,7 @@ class OffsetAttention(LlamaAttention):
 class Cast(OffsetAttention):
     """An expression over a plain attribute."""
 
-    def forward(
-        self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, **kwargs
-    ):
+    def forward(self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, **kwargs):
         query, key, value = self.project(hidden_states, position_embeddings)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
         out, _ = attend(
@@ -71,6 +69,25 @@ class Cast(OffsetAttention):
         return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), None
 
 
+class Plain(OffsetAttention):
+    """The attribute itself, as vLLM from 0.30 knows it."""
+
+    def forward(self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, **kwargs):
+        query, key, value = self.project(hidden_states, position_embeddings)
+        attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
+        out, _ = attention_interface(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            scaling=self.scaling,
+            s_aux=self.softmax_offset,
+            **kwargs,
+        )
+        return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), None
+
+
 class Local(OffsetAttention):
     """A local variable, None on the odd layers."""
 
@@ -78,9 +95,7 @@ class Local(OffsetAttention):
         super().__init__(config, layer_idx)
         self.has_offset = layer_idx % 2 == 0
 
-    def forward(
-        self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, **kwargs
-    ):
+    def forward(self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, **kwargs):
         offset = None
         if self.has_offset:
             raw = self.softmax_offset
@@ -104,9 +119,7 @@ class Holder(OffsetAttention):
     def current_offset(self):
         return getattr(self.extra, "off" + "set")
 
-    def forward(
-        self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, **kwargs
-    ):
+    def forward(self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, **kwargs):
         query, key, value = self.project(hidden_states, position_embeddings)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
         more = {"s_aux": self.current_offset.flatten()}
@@ -117,9 +130,7 @@ class Holder(OffsetAttention):
 class Doubled(OffsetAttention):
     """An expression that changes the values: no kernel can take the parameter for it."""
 
-    def forward(
-        self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, **kwargs
-    ):
+    def forward(self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, **kwargs):
         query, key, value = self.project(hidden_states, position_embeddings)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
         out, _ = attend(
@@ -138,9 +149,7 @@ class Doubled(OffsetAttention):
 class Computed(OffsetAttention):
     """A sink that depends on the input."""
 
-    def forward(
-        self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, **kwargs
-    ):
+    def forward(self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, **kwargs):
         query, key, value = self.project(hidden_states, position_embeddings)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
         offset = self.softmax_offset + hidden_states.mean()
@@ -155,9 +164,7 @@ def _attend_hidden(attend, module, *args, **kwargs):
 class Hidden(OffsetAttention):
     """A sink that the source of the class does not show."""
 
-    def forward(
-        self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, **kwargs
-    ):
+    def forward(self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, **kwargs):
         query, key, value = self.project(hidden_states, position_embeddings)
         attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
 
@@ -168,7 +175,7 @@ class Hidden(OffsetAttention):
         return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), None
 
 
-FORMS = {cls.__name__.lower(): cls for cls in (Cast, Local, Holder, Doubled, Computed, Hidden)}
+FORMS = {cls.__name__.lower(): cls for cls in (Cast, Plain, Local, Holder, Doubled, Computed, Hidden)}
 
 
 class Model(LlamaModel):
@@ -178,6 +185,8 @@ class Model(LlamaModel):
         super().__init__(config)
         if config.keep_float32:
             self._keep_in_fp32_modules_strict = {"offset"}
+        if not config.has_plan:
+            self._tp_plan = {}
         for index, layer in enumerate(self.layers):
             layer.self_attn = FORMS[config.sink_form](config, index)
 
