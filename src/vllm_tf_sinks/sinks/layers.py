@@ -81,7 +81,9 @@ class _SinkLayers:
         heads = self.heads[index]
         if size := _expanded_head_size(self.model.text_config):
             kwargs["head_size"] = size
-        kwargs |= {"sinks": parameter.view(-1), "num_heads": heads.query, "num_kv_heads": heads.key_value}
+        # The parameter itself where it can be: offloading and the like give that new memory
+        sinks = parameter if parameter.dim() == 1 else parameter.view(-1)
+        kwargs |= {"sinks": sinks, "num_heads": heads.query, "num_kv_heads": heads.key_value}
         try:
             layer: Any = layer_class(**kwargs)
             if getattr(layer.impl, "sinks", None) is None:
@@ -117,14 +119,14 @@ def _expanded_head_size(text_config: Any) -> int:
 
 
 def _hand_over(layer: Any, parameter: nn.Parameter) -> None:
-    """Give the kernel a copy of its sink where it does not take the parameter's dtype.
+    """Give the kernel a copy of its sink where it does not take the parameter's dtype or shape.
 
     The copy is renewed in place by the post-load step, after each load.
     """
     dtype = vllm_api.sink_dtype(layer.attn_backend.get_name(), parameter.dtype)
-    if dtype == parameter.dtype:
+    if dtype == parameter.dtype and parameter.dim() == 1:
         return
-    copy = layer.impl.sinks = parameter.data.view(-1).to(dtype)
+    copy = layer.impl.sinks = parameter.data.view(-1).to(dtype, copy=True)
     post_load = layer.process_weights_after_loading
 
     def process_weights_after_loading(act_dtype: torch.dtype) -> None:

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A sink model built for FlashInfer, whose classes can be made on a CPU, and stopped before it would run."""
+
+import contextlib
+import importlib.util
+import sys
+
+from support.jobs import ENGINE
+
+# Takes FlashInfer's kernels for installed, so that building a layer asks no host of NVIDIA's for them
+ENV = {"VLLM_HAS_FLASHINFER_CUBIN": "1"}
+
+
+class Loaded(Exception):
+    """The model is loaded; nothing more is wanted of the engine."""
+
+
+def post_load(checkpoint: str, path: str | None, fragment: str = "sinks", **engine) -> list[dict] | str:
+    """The life of each layer's sink through vLLM's post-load step, and through another one after a change.
+
+    Args:
+        checkpoint: folder of the model.
+        path: where FlashInfer is, if not in the environment.
+        fragment: part of a sink's name.
+        engine: arguments of `LLM`.
+
+    Returns:
+        a dict a layer, or why FlashInfer cannot be used.
+    """
+    if path:
+        sys.path.append(path)
+    if importlib.util.find_spec("flashinfer") is None:
+        return "flashinfer is not installed: pip install vllm-tf-sinks[flashinfer]"
+    import vllm.model_executor.layers.attention.attention as attention
+    from vllm import LLM
+    from vllm.v1.attention.backends.flashinfer import FlashInferBackend
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    found: list[dict] = []
+    load_model = CPUModelRunner.load_model
+
+    def load_and_stop(self, *args, **kwargs):
+        load_model(self, *args, **kwargs)
+        found.extend(_look(self.model, fragment))
+        raise Loaded
+
+    attention.get_attn_backend = lambda *args, **kwargs: FlashInferBackend
+    CPUModelRunner.load_model = load_and_stop
+    with contextlib.suppress(Loaded):
+        LLM(checkpoint, **{**ENGINE, **engine})
+    return found
+
+
+def _look(model, fragment: str) -> list[dict]:
+    from vllm.model_executor.layers.attention import Attention
+
+    parameters = [value for name, value in model.named_parameters() if fragment in name]
+    layers = [layer for layer in model.modules() if isinstance(layer, Attention)]
+    found = []
+    for parameter, layer in zip(parameters, layers, strict=True):
+        after_load = layer.impl.sinks
+        right = after_load.equal(parameter.flatten().float())
+        address = after_load.data_ptr()
+        parameter.data.add_(1)
+        layer.process_weights_after_loading(parameter.dtype)
+        found.append(
+            {
+                "impl": type(layer.impl).__name__,
+                "parameter": str(parameter.dtype),
+                "kernel": str(after_load.dtype),
+                "right": right,
+                "renewed": layer.impl.sinks.equal(parameter.flatten().float()),
+                "same_address": layer.impl.sinks.data_ptr() == address,
+            }
+        )
+    return found
