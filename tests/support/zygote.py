@@ -51,13 +51,13 @@ class Zygote:
     def __init__(self, version: str, overlay: Path | None) -> None:
         self.version = version
         path = [str(overlay)] if overlay else []
-        environment = {
+        self.environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith("VLLM_")},
             **SETTINGS,
             "PYTHONPATH": os.pathsep.join([*path, str(TESTS)]),
         }
         self._process = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=self.environment
         )
 
     def run(self, job: str, /, env: dict[str, str] | None = None, **kwargs):
