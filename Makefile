@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+# Each target sets up all that it needs; nothing but make and Python 3.11 or newer has to be there.
+
+VLLM ?= 0.29.0 0.32.0
+PYTHON := .venv/bin/python
+CODE := $(wildcard src tests tools examples benchmarks)
+
+# All that is written stays below .venv, .cache and dist.
+export PYTHONDONTWRITEBYTECODE := 1
+export RUFF_CACHE_DIR := .cache/ruff
+export MYPY_CACHE_DIR := .cache/mypy
+
+.PHONY: setup demo test lint build clean
+
+setup:
+	@python3 tools/setup_env.py
+
+demo: setup
+	@$(PYTHON) examples/demo.py
+
+test: lint
+	@$(PYTHON) tools/overlay.py $(VLLM)
+	$(PYTHON) -m pytest -o cache_dir=.cache/pytest $(VLLM:%=--vllm %)
+
+lint: setup
+	$(PYTHON) -m ruff check $(CODE)
+	$(PYTHON) -m ruff format --check $(CODE)
+	$(PYTHON) -m mypy --strict src
+
+build: setup
+	$(PYTHON) -m build
+
+clean:
+	rm -rf .venv .cache dist

