@@ -79,9 +79,9 @@ def test_head_dtype_override(vllm, checkpoint, difference):
 
 
 def test_revision_of_remote_code(vllm):
-    ((args, kwargs),) = vllm.run("support.head_jobs:class_asked_for", code_revision="abc")
+    ((args, kwargs),) = vllm.run("support.head_jobs:class_asked_for", revision="main", code_revision="abc")
     assert args == ("modeling.Own", "someone/model")
-    assert kwargs["code_revision"] == "abc"
+    assert kwargs == {"revision": "main", "code_revision": "abc"}
 
 
 def test_checkpoint_without_a_head_weight_is_refused(vllm, checkpoint, tmp_path):

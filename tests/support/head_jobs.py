@@ -64,6 +64,7 @@ def built_alone(layers: int) -> tuple[str, float, float]:
     """The kind of a Granite's head, and the seconds to build and to classify it: no decoder may be made."""
     import torch
     from transformers import GraniteConfig, GraniteForCausalLM, GraniteModel
+
     from vllm_tf_sinks.head.build import build_head
     from vllm_tf_sinks.head.classify import classify
 
@@ -80,14 +81,15 @@ def built_alone(layers: int) -> tuple[str, float, float]:
     return plan.describe(), built - start, time.perf_counter() - built
 
 
-def class_asked_for(code_revision: str) -> list:
+def class_asked_for(**revisions: str) -> list:
     """What Transformers is asked for, for the class of remote code at a revision."""
     from transformers import LlamaConfig
+
     from vllm_tf_sinks.head import build
 
     asked = []
     build.get_class_from_dynamic_module = lambda *args, **kwargs: asked.append((args, kwargs))
     config = LlamaConfig(auto_map={"AutoModelForCausalLM": "modeling.Own"}, architectures=["Own"])
     config._name_or_path = "someone/model"
-    build.causal_lm_class(config, trust_remote_code=True, code_revision=code_revision)
+    build.causal_lm_class(config, trust_remote_code=True, **revisions)
     return asked

@@ -79,13 +79,14 @@ class Head:
         return logits
 
 
-def causal_lm_class(
-    config: Any, trust_remote_code: bool = False, code_revision: str | None = None
-) -> type[PreTrainedModel]:
+def causal_lm_class(config: Any, trust_remote_code: bool = False, **revisions: str | None) -> type[PreTrainedModel]:
     """The ForCausalLM class that Transformers would load a checkpoint with `config` into.
 
     That is the architecture the config names, if Transformers has it and it generates text; else
     the class of the remote code, if that is trusted; else what the config's type is mapped to.
+
+    Args:
+        revisions: `revision` and `code_revision` of remote code.
 
     Raises:
         HeadError: if there is none.
@@ -97,9 +98,7 @@ def causal_lm_class(
         references = [auto_map.get("AutoModelForCausalLM"), *auto_map.values()]
         wanted = [r for r in references if isinstance(r, str) and r.rpartition(".")[2] == architecture]
         for reference in filter(None, [*wanted, references[0]]):
-            remote: type[PreTrainedModel] = get_class_from_dynamic_module(
-                reference, config._name_or_path, code_revision=code_revision
-            )
+            remote: type[PreTrainedModel] = get_class_from_dynamic_module(reference, config._name_or_path, **revisions)
             return remote
     named = getattr(transformers, architecture, None)
     if isinstance(named, type) and issubclass(named, PreTrainedModel) and named.can_generate():  # type: ignore[attr-defined]
@@ -124,13 +123,11 @@ def build_head(cls: type[PreTrainedModel], config: Any, base: nn.Module | None) 
         HeadError: naming the class, if it cannot be built or has no single projection.
 
     """
-    # Initialisation and tying would look for the base model's weights; the name stays the class's own
-    bare = type(cls.__name__, (cls,), {"post_init": lambda self: None, "__module__": cls.__module__})
     stand_in = type("BaseStandIn", (BaseStandIn,), {"base": base})
     try:
-        with _base_models_replaced(cls, stand_in), _parameters_on_meta(), torch.device("cpu"):
-            model = bare(copy.deepcopy(_config_for(cls, config))).eval()
-        embeddings = model.get_output_embeddings()
+        with _base_models_replaced(cls, stand_in), _bare_modules(), torch.device("cpu"):
+            model = cls(copy.deepcopy(_config_for(cls, config))).eval()
+        embeddings = _output_embeddings(model)
     except Exception as error:  # constructors of any class, remote ones too
         raise HeadError(f"{cls.__name__} cannot be built: {type(error).__name__}: {error}") from error
     names = [name for name, module in model.named_modules() if module is embeddings]
@@ -145,6 +142,13 @@ def build_head(cls: type[PreTrainedModel], config: Any, base: nn.Module | None) 
     return Head(model, projection)
 
 
+def _output_embeddings(model: PreTrainedModel) -> Any:
+    """What the model says its projection is; a multimodal class may leave that to the ForCausalLM it nests."""
+    candidates = [model, *(m for m in model.modules() if m is not model and isinstance(m, PreTrainedModel))]
+    answers = [candidate.get_output_embeddings() for candidate in candidates]
+    return next((answer for answer in answers if isinstance(answer, nn.Linear)), answers[0])
+
+
 def _config_for(cls: type[PreTrainedModel], config: Any) -> Any:
     """The part of `config` that `cls` takes: a text model is built from a multimodal config's text part."""
     text = config.get_text_config()
@@ -152,11 +156,20 @@ def _config_for(cls: type[PreTrainedModel], config: Any) -> Any:
 
 
 @contextmanager
-def _base_models_replaced(cls: type, stand_in: type[BaseStandIn]) -> Iterator[None]:
+def _base_models_replaced(cls: type[PreTrainedModel], stand_in: type[BaseStandIn]) -> Iterator[None]:
     """Let the constructors of `cls` find `stand_in` where they name the class of a base model.
 
-    A second decoder costs time, and counts as a second model to vLLM's compilation.
+    A second decoder costs time, and counts as a second model to vLLM's compilation. A ForCausalLM that a
+    multimodal class nests is no base model: it is built, around stand-ins of its own.
     """
+
+    class AutoNested:
+        @staticmethod
+        def from_config(config: Any, **_: Any) -> PreTrainedModel:
+            nested: type[PreTrainedModel] = AutoModelForCausalLM._model_mapping[type(config)]
+            with _base_models_replaced(nested, stand_in):
+                return nested(config)
+
     with ExitStack() as stack:
         for ancestor in cls.__mro__:
             if not issubclass(ancestor, PreTrainedModel) or ancestor is PreTrainedModel:
@@ -164,31 +177,50 @@ def _base_models_replaced(cls: type, stand_in: type[BaseStandIn]) -> Iterator[No
             if (constructor := vars(ancestor).get("__init__")) is None:
                 continue
             function = inspect.unwrap(constructor)
-            names = set(function.__code__.co_names) & set(function.__globals__)
-            replaced = {n: stand_in for n in names if _is_base_model(function.__globals__[n])}
+            replaced: dict[str, Any] = {}
+            for name in set(function.__code__.co_names) & set(function.__globals__):
+                value = function.__globals__[name]
+                if value is AutoModelForCausalLM:
+                    replaced[name] = AutoNested
+                elif _is_base_model(value):
+                    replaced[name] = stand_in
+                elif _is_model(value) and value is not cls:
+                    stack.enter_context(_base_models_replaced(value, stand_in))
             stack.enter_context(swapped(function.__globals__, replaced))
         yield
 
 
+def _is_model(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, PreTrainedModel) and value is not PreTrainedModel
+
+
 def _is_base_model(value: Any) -> bool:
-    return isinstance(value, type) and issubclass(value, (PreTrainedModel, AutoModel))
+    return value is AutoModel or (_is_model(value) and not value.can_generate())
 
 
 @contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Within the context modules get their parameters on the meta device, and their buffers as they are."""
-    register = nn.Module.register_parameter
+def _bare_modules() -> Iterator[None]:
+    """Within the context parameters are on the meta device, and models are neither initialised nor tied.
+
+    Buffers stay as they are. Tying would look for the weights of the base model.
+    """
+    register, post_init = nn.Module.register_parameter, PreTrainedModel.post_init
 
     def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None:
             param = nn.Parameter(param.to("meta"), requires_grad=False)
         register(self, name, param)
 
+    def no_post_init(self: PreTrainedModel) -> None:
+        pass
+
     nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    PreTrainedModel.post_init = no_post_init
     try:
         yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
+        PreTrainedModel.post_init = post_init
 
 
 def tied_to(model: PreTrainedModel, name: str) -> str | None:

@@ -73,26 +73,30 @@ def _has_own_head(model: Any) -> bool:
 def _head_of(model: Any) -> Head:
     """The head of `model`, built when first asked for: tying is asked for before the model is complete."""
     if "own_head" not in vars(model):
-        config = model.config
+        config, options = model.config, model.model_config
         try:
             cls = causal_lm_class(
                 config,
-                model.model_config.trust_remote_code,
-                getattr(model.model_config, "code_revision", None),
+                options.trust_remote_code,
+                revision=options.revision,
+                code_revision=options.code_revision,
             )
+            model.own_head = build_head(cls, config, model.model)
         except HeadError as error:
-            raise HeadError(f"{type(model.model).__name__}: {error}. {_ADVICE}") from error
-        model.own_head = build_head(cls, config, model.model)
+            raise HeadError(f"{error}. {_ADVICE}") from error
     head: Head = model.own_head
     return head
 
 
-_ADVICE = "VLLM_TF_SINKS=sinks leaves the output head to vLLM, which takes it for a plain lm_head."
+_ADVICE = "VLLM_TF_SINKS=sinks leaves the output head to vLLM, which takes it for a plain lm_head: check its logprobs."
 
 
 def _install(model: Any, prefix: str) -> None:
     head = _head_of(model)
-    plan = classify(head, model.text_config.hidden_size)
+    try:
+        plan = classify(head, model.text_config.hidden_size)
+    except HeadError as error:
+        raise HeadError(f"{error}. {_ADVICE}") from error
     model.output_is_tied = model._get_tie_word_embeddings()
     model.output_names = head_weights.Names(head, plan, model.output_is_tied)
     if head.base_built_with.get("add_pooling_layer") is False and hasattr(model.model, "pooler"):
