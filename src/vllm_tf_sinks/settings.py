@@ -51,7 +51,5 @@ def read_settings(environment: Mapping[str, str] = os.environ) -> Settings:
     value = environment.get(VARIABLE, "").strip().lower() or "1"
     if value not in VALUES:
         choices = "; ".join(f"{name}: {effect}" for name, effect in VALUES.items())
-        raise ValueError(
-            f"{VARIABLE}={environment[VARIABLE]!r} is not a value it takes. Use one of {choices}."
-        )
+        raise ValueError(f"{VARIABLE}={environment[VARIABLE]!r} is not a value it takes. Use one of {choices}.")
     return Settings(value)

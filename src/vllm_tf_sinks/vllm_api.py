@@ -129,6 +129,13 @@ def backends_with_sinks() -> list[str]:
     return names
 
 
+def runs_own_heads() -> str:
+    """Says that this vLLM runs a model's own ForCausalLM, or "": no version to 0.33 knows of these classes there."""
+    from vllm.model_executor.models.transformers import causal
+
+    return "vLLM runs the model's own head" if hasattr(causal, "AutoModelForCausalLM") else ""
+
+
 def is_generative(model: Any) -> bool:
     """Whether a Transformers-backend model computes logits: a causal one that is not run for pooling."""
     from vllm.model_executor.models.transformers.causal import CausalMixin

@@ -48,12 +48,13 @@ class Plan:
 
 # torch's elementwise functions of a tensor and numbers -> the same in place
 _IN_PLACE = {
-    "mul": "mul_", "multiply": "mul_", "__mul__": "mul_", "__rmul__": "mul_", "__imul__": "mul_", "mul_": "mul_",
-    "div": "div_", "divide": "div_", "true_divide": "div_", "__truediv__": "div_", "__itruediv__": "div_", "div_": "div_",
-    "add": "add_", "__add__": "add_", "__radd__": "add_", "__iadd__": "add_", "add_": "add_",
-    "sub": "sub_", "__sub__": "sub_", "__isub__": "sub_", "sub_": "sub_",
-    "tanh": "tanh_", "tanh_": "tanh_", "clamp": "clamp_", "clamp_": "clamp_",
-}  # fmt: skip
+    **dict.fromkeys(("mul", "multiply", "__mul__", "__rmul__", "__imul__", "mul_"), "mul_"),
+    **dict.fromkeys(("div", "divide", "true_divide", "__truediv__", "__itruediv__", "div_"), "div_"),
+    **dict.fromkeys(("add", "__add__", "__radd__", "__iadd__", "add_"), "add_"),
+    **dict.fromkeys(("sub", "__sub__", "__isub__", "sub_"), "sub_"),
+    **dict.fromkeys(("tanh", "tanh_"), "tanh_"),
+    **dict.fromkeys(("clamp", "clamp_"), "clamp_"),
+}
 _CASTS = {"float", "double", "to", "type"}
 
 

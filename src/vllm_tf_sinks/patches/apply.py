@@ -57,9 +57,7 @@ def apply() -> None:
         message = f"vLLM {vllm_api.version()} is not patched in full: " + "; ".join(map(str, misfits))
         if _settings.strict:
             _restore()
-            raise PatchError(
-                f"{message}. {VARIABLE}=strict forbids that: use 1 to go on without these patches."
-            )
+            raise PatchError(f"{message}. {VARIABLE}=strict forbids that: use 1 to go on without these patches.")
     if (line := summary()) == _logged:
         return  # register() was called again
     _logged = line
@@ -135,9 +133,7 @@ def revert() -> list[Row]:
     they were built with.
     """
     configure(Settings("0"))
-    _rows.update(
-        {name: Row(row.patch, State.OFF, "reverted") for name, row in _rows.items() if name not in _applied}
-    )
+    _rows.update({name: Row(row.patch, State.OFF, "reverted") for name, row in _rows.items() if name not in _applied})
     _restore()
     return status()
 

@@ -141,6 +141,4 @@ class Target:
         passes_on = {p.VAR_POSITIONAL for p in parameters if p.kind is p.VAR_POSITIONAL}
         if (names != expected and not passes_on) or more:
             signature = inspect.signature(self.get())
-            raise PatchError(
-                f"{self.path} has the signature {signature}, expected ({', '.join(expected)}, ...)"
-            )
+            raise PatchError(f"{self.path} has the signature {signature}, expected ({', '.join(expected)}, ...)")
