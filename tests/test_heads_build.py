@@ -10,6 +10,8 @@ def test_projection_only_keeps_the_stock_path(vllm, checkpoint):
     on = vllm.run("support.head_jobs:inspected", checkpoint=folder)
     off = vllm.run("support.head_jobs:inspected", checkpoint=folder, env={"VLLM_TF_SINKS": "0"})
     assert on["is_stock"]
+    assert on.pop("local_agrees") in (True, None)  # batch-sharded sampling, from vLLM 0.29
+    assert off.pop("local_agrees") is None
     assert on == off
 
 
@@ -17,6 +19,18 @@ def test_transform_has_weights_of_its_own(vllm, checkpoint):
     found = vllm.run("support.head_jobs:inspected", checkpoint=checkpoint(vllm, "modernbert-decoder"))
     assert not found["is_stock"]
     assert sorted(found["output_head"]) == ["output_head.lm_head.dense.weight", "output_head.lm_head.norm.weight"]
+
+
+def test_batch_sharded_sampling(vllm, checkpoint):
+    """An elementwise head has local logits where vLLM can use them, and a whole head never."""
+    elementwise, whole = (
+        vllm.run("support.head_jobs:inspected", checkpoint=checkpoint(vllm, name))
+        for name in ("granite", "modernbert-decoder")
+    )
+    can = tuple(int(part) for part in vllm.version.split(".")) >= (0, 29)
+    assert elementwise["local_agrees"] is (True if can else None)
+    assert whole["local_agrees"] is None
+    assert elementwise["shape_of_no_rows"] == whole["shape_of_no_rows"] == (0, 128)
 
 
 def test_head_is_no_second_compiled_model(vllm, checkpoint):
@@ -68,6 +82,13 @@ def test_head_kept_in_float32(vllm, checkpoint):
     assert set(found["lm_head"].values()) == {"torch.float32"}
     assert set(found["output_head"].values()) == {"torch.float32"}
     assert found["head_dtype"] == "torch.float32"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_head_that_casts_stays_in_the_dtype_of_the_model(vllm, checkpoint, dtype):
+    folder = checkpoint(vllm, "warped_llama", "remote", head_form="flat")
+    found = vllm.run("support.head_jobs:inspected", checkpoint=folder, dtype=dtype, trust_remote_code=True)
+    assert found["dtype"] == f"torch.{dtype}"
 
 
 def test_head_dtype_override(vllm, checkpoint, difference):

@@ -185,9 +185,7 @@ def test_strict_raises(vllm, kind):
 
 
 def test_strict_raises_at_every_import(vllm):
-    first, second = vllm.run(
-        "support.patching:misfit_at_import", kind="too_new", env={"VLLM_TF_SINKS": "strict"}
-    )
+    first, second = vllm.run("support.patching:misfit_at_import", kind="too_new", env={"VLLM_TF_SINKS": "strict"})
     assert "is outside the supported range" in first
     assert second == first
 
@@ -206,9 +204,7 @@ def test_strict_keeps_an_engine_from_starting(vllm, checkpoint):
 @pytest.mark.parametrize("kind", ["missing", "too_new"])
 def test_native_model_is_served_all_the_same(vllm, checkpoint, kind):
     folder = checkpoint(vllm, "llama")
-    served, rows = vllm.run(
-        "support.patching:served_with_misfit", kind=kind, checkpoint=folder, model_impl="vllm"
-    )
+    served, rows = vllm.run("support.patching:served_with_misfit", kind=kind, checkpoint=folder, model_impl="vllm")
     assert rows[ROW][0] == "does not fit"
     expected = vllm.run("support.jobs:served_rows", checkpoint=folder, model_impl="vllm")
     assert_same(served, expected)

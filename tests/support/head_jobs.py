@@ -41,10 +41,18 @@ def _no_head(model) -> dict:
 
 
 def _head(model) -> dict:
+    import torch
     from vllm.compilation.counter import compilation_counter
     from vllm.model_executor.models.transformers.causal import CausalMixin
 
+    hidden = torch.randn(5, model.text_config.hidden_size, dtype=model.model_config.dtype)
+    logits = model.compute_logits(hidden.clone())
+    local = getattr(model, "compute_logits_local", lambda hidden: None)(hidden)
     return {
+        "shape": tuple(logits.shape),
+        "dtype": str(logits.dtype),
+        "shape_of_no_rows": tuple(model.compute_logits(hidden[:0]).shape),
+        "local_agrees": None if local is None else torch.equal(local[:, : logits.shape[-1]], logits),
         "models_seen": compilation_counter.num_models_seen,
         "is_stock": model.compute_logits.__func__ is CausalMixin.compute_logits
         if hasattr(model.compute_logits, "__func__")

@@ -7,9 +7,7 @@ PROMPTS = [[3, 17, 29, 5, 41, 8, 2, 77, 60, 11, 90, 14], [9, 4, 33, 70, 21]]
 NEW_TOKENS = 6
 
 
-def served_rows(
-    checkpoint: str, tamper: str = "", **engine
-) -> list[tuple[list[int], np.ndarray, np.ndarray]]:
+def served_rows(checkpoint: str, tamper: str = "", **engine) -> list[tuple[list[int], np.ndarray, np.ndarray]]:
     """For each prompt: the greedy continuation, its log-softmax rows, and those of the prompt.
 
     Args:
@@ -43,10 +41,7 @@ def served_rows(
                 row[token] = logprob.logprob
         return table
 
-    return [
-        (list(o.outputs[0].token_ids), rows(o.outputs[0].logprobs), rows(o.prompt_logprobs[1:]))
-        for o in outputs
-    ]
+    return [(list(o.outputs[0].token_ids), rows(o.outputs[0].logprobs), rows(o.prompt_logprobs[1:])) for o in outputs]
 
 
 ENGINE = {
@@ -62,9 +57,7 @@ ENGINE = {
 }
 
 
-def reference_rows(
-    checkpoint: str, sequences: list[list[int]], dtype: str = "float32", **load
-) -> list[np.ndarray]:
+def reference_rows(checkpoint: str, sequences: list[list[int]], dtype: str = "float32", **load) -> list[np.ndarray]:
     """Hugging Face eager's log-softmax rows [T, V] of each sequence, in float64."""
     import torch
     from transformers import AutoModelForCausalLM

@@ -48,6 +48,12 @@ class Head:
         fragments = getattr(self.model, "_keep_in_fp32_modules_strict", None) or ()
         return any(fragment in name for fragment in fragments)
 
+    @property
+    def has_weights_in_float32(self) -> bool:
+        """Whether Transformers keeps any weight of the head in float32."""
+        weights = [name for name, _ in self.model.named_parameters()]
+        return any(map(self.keeps_in_float32, [*weights, f"{self.projection.name}.weight"]))
+
     def _arguments(self) -> Callable[[torch.Tensor], dict[str, Any]]:
         """What the ForCausalLM is called with, besides the hidden states that the stand-in holds."""
         parameters = inspect.signature(self.model.forward).parameters

@@ -80,6 +80,8 @@ def _classify(head: Head, samples: list[Tensor]) -> Plan:
     except NotRecordable:
         return _as_written(head)
     plan = _plan(recording)
+    if plan.kind is Kind.WHOLE and head.has_weights_in_float32:
+        return _as_written(head)  # its casts between dtypes do nothing where all is float64
     project = head.projection.project
     for hidden, logits in zip(samples, expected, strict=True):
         try:
@@ -187,6 +189,8 @@ def _function(name: str, steps: list[Step], argument: int, result: Slot) -> Call
         if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
             inner = "".join(f"{source(each)}, " for each in value)
             return f"({inner})" if isinstance(value, tuple) else f"[{inner}]"
+        if value is torch.float64:  # the dtype of the samples, as a head asks its input for it
+            return f"v{argument}.dtype"
         return bound(value)
 
     def bound(value: Any) -> str:

@@ -14,7 +14,7 @@ from vllm_tf_sinks.head import weights as head_weights
 from vllm_tf_sinks.head.build import Head, build_head, causal_lm_class, tied_to
 from vllm_tf_sinks.head.classify import Kind, classify
 from vllm_tf_sinks.head.positions import shift_positions
-from vllm_tf_sinks.head.run import connect, logits_function
+from vllm_tf_sinks.head.run import connect, local_logits_function, logits_function
 from vllm_tf_sinks.head.standin import HeadError
 
 logger = logging.getLogger("vllm.tf_sinks")
@@ -111,6 +111,8 @@ def _install(model: Any, prefix: str) -> None:
     if plan.kind is not Kind.PROJECTION:
         connect(head, model)
         model.compute_logits = logits_function(model, head, plan)
+    if plan.kind is not Kind.WHOLE and vllm_api.projects_without_gather():
+        model.compute_logits_local = local_logits_function(model, plan)
     logger.info("%s: output head: %s", head.name, plan.describe())
 
 

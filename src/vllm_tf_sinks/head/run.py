@@ -4,6 +4,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -20,7 +21,9 @@ def connect(head: Head, model: Any) -> None:
         return model.logits_processor(model.lm_head, x[0], model.lm_head.bias)[None]  # type: ignore[no-any-return]
 
     head.projection.project = project
-    head.projection.dtype, head.projection.device = model.model_config.dtype, model.device_config.device
+    float32 = head.keeps_in_float32(f"{head.projection.name}.weight")
+    head.projection.dtype = torch.float32 if float32 else model.model_config.dtype
+    head.projection.device = model.device_config.device
 
 
 def logits_function(model: Any, head: Head, plan: Plan) -> Callable[..., Tensor | None]:
@@ -45,9 +48,25 @@ def logits_function(model: Any, head: Head, plan: Plan) -> Callable[..., Tensor 
     return _whole(model, head, plan)
 
 
+def local_logits_function(model: Any, plan: Plan) -> Callable[..., Tensor]:
+    """`compute_logits_local`, by which vLLM samples each rank's share of a batch: for any plan but the whole.
+
+    Returns:
+        A function of hidden states [N, H] to this rank's shard of the logits, all that the head does applied.
+
+    """
+    before, after = plan.before or _same, plan.after or _same
+
+    def compute_logits_local(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        processor, lm_head = model.logits_processor, model.lm_head
+        return after(processor(lm_head, before(hidden_states), lm_head.bias, skip_gather=True))
+
+    return compute_logits_local
+
+
 def _elementwise(model: Any, plan: Plan) -> Callable[..., Tensor | None]:
     before, after = plan.before or _same, plan.after or _same
-    sharded = model.tp_group.world_size > 1 and vllm_api.projects_without_gather()
+    compute_logits_local = local_logits_function(model, plan)
 
     def compute_logits(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor | None:
         processor, lm_head = model.logits_processor, model.lm_head
@@ -55,11 +74,11 @@ def _elementwise(model: Any, plan: Plan) -> Callable[..., Tensor | None]:
         return logits if logits is None else after(logits)
 
     def compute_sharded_logits(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor | None:
-        processor, lm_head = model.logits_processor, model.lm_head
-        shard = after(processor(lm_head, before(hidden_states), lm_head.bias, skip_gather=True))
-        logits = processor._gather_logits(shard)
+        processor = model.logits_processor
+        logits = processor._gather_logits(compute_logits_local(hidden_states))
         return logits if logits is None else logits[..., : processor.org_vocab_size]
 
+    sharded = model.tp_group.world_size > 1 and vllm_api.projects_without_gather()
     return compute_sharded_logits if sharded else compute_logits
 
 

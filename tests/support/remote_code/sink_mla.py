@@ -31,9 +31,7 @@ class Attention(DeepseekV3Attention):
         super().__init__(config, layer_idx)
         self.sinks = nn.Parameter(torch.empty(config.num_attention_heads))
 
-    def forward(
-        self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, **kwargs
-    ):
+    def forward(self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, **kwargs):
         batch_size, seq_length = hidden_states.shape[:-1]
         query_shape = (batch_size, seq_length, -1, self.qk_head_dim)
         q_states = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden_states)))

@@ -32,6 +32,9 @@ class Head(nn.Module):
         self.form = config.head_form
 
     def forward(self, hidden):
+        dtype = hidden.dtype
+        x = hidden.to(torch.float32)
+        hidden = (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)).to(dtype).to(self.warp.weight.dtype)
         x = self.warp_norm(torch.nn.functional.silu(self.warp(hidden)))
         if self.form == "direct":  # does not go through the projection
             return torch.nn.functional.linear(x, self.vocabulary.weight, self.vocabulary.bias)
