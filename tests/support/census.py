@@ -80,7 +80,9 @@ MISSING = {
     "lfm2_moe": {"layer_types": ["full_attention"] * 32},
     "ministral": {"head_dim": 64},
     "nemotron": {"num_key_value_heads": 8},
-    "gemma4_assistant": {"text_config": {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0}},
+    "gemma4_assistant": {
+        "text_config": {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+    },
     "gemma4_unified_assistant": {"text_config": {"model_type": "gemma4_unified_text"}},
     "qwen4_exp": {"text_config": INDEXER},
     "qwen4_exp_text": INDEXER,
