@@ -119,3 +119,9 @@ def test_tied_config_with_a_weight_of_its_own(vllm, checkpoint, difference, tmp_
     source = checkpoint(vllm, "granite", tie_word_embeddings=False)
     folder = vllm.run("support.checkpoints:retagged", folder=str(tmp_path), source=source, tie_word_embeddings=True)
     assert difference(vllm, folder) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["modernbert-decoder", "roberta", "granite"])
+def test_pooling_needs_no_head(vllm, checkpoint, name):
+    folder = checkpoint(vllm, name, tie_word_embeddings=False)
+    assert vllm.run("support.head_jobs:pooled", checkpoint=folder, prompt=[3, 17, 29, 5, 41]) < 1e-5

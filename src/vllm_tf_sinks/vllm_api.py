@@ -136,11 +136,16 @@ def runs_own_heads() -> str:
     return "vLLM runs the model's own head" if hasattr(causal, "AutoModelForCausalLM") else ""
 
 
-def is_generative(model: Any) -> bool:
-    """Whether a Transformers-backend model computes logits: a causal one that is not run for pooling."""
+def is_causal(model: Any) -> bool:
+    """Whether a Transformers-backend model is built for a ForCausalLM, whether or not it computes logits."""
     from vllm.model_executor.models.transformers.causal import CausalMixin
 
-    return isinstance(model, CausalMixin) and model.model_config.runner_type != "pooling"
+    return isinstance(model, CausalMixin)
+
+
+def is_pooling(model: Any) -> bool:
+    """Whether a causal model is run for pooling, and computes no logits."""
+    return bool(model.model_config.runner_type == "pooling")
 
 
 def is_draft(model: Any) -> bool:
@@ -155,18 +160,20 @@ def missing_layer() -> Any:
     return PPMissingLayer()
 
 
-def make_lm_head(model: Any, vocabulary: int, size: int, dtype: "torch.dtype | None", prefix: str) -> Any:
-    """A projection [vocabulary, size], sharded by vocabulary, in the model's dtype or in `dtype`."""
+def make_lm_head(model: Any, vocabulary: int, size: int, dtype: "torch.dtype", prefix: str = "") -> Any:
+    """A projection [vocabulary, size] in `dtype`, sharded by vocabulary, on the model's device."""
+    import torch
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
     from vllm.model_executor.models.utils import maybe_prefix
 
-    return ParallelLMHead(
-        vocabulary,
-        size,
-        params_dtype=dtype,
-        quant_config=model.quant_config,
-        prefix=maybe_prefix(prefix, "lm_head"),
-    )
+    with torch.device(model.device_config.device):  # loading is outside vLLM's own device context
+        return ParallelLMHead(
+            vocabulary,
+            size,
+            params_dtype=dtype,
+            quant_config=model.quant_config,
+            prefix=maybe_prefix(prefix, "lm_head"),
+        )
 
 
 def projects_without_gather() -> bool:

@@ -198,3 +198,13 @@ def retagged(folder: str, source: str, **fields) -> str:
     path = Path(folder) / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
     return folder
+
+
+def add_tokenizer(folder: str) -> None:
+    """Save a tokenizer of the words "0" to "127" beside a checkpoint: vLLM's pooling insists on one."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(WordLevel({str(token): token for token in range(SIZES["vocab_size"])}, unk_token="0"))
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="0", pad_token="0").save_pretrained(folder)

@@ -101,3 +101,20 @@ def class_asked_for(**revisions: str) -> list:
     config._name_or_path = "someone/model"
     build.causal_lm_class(config, trust_remote_code=True, **revisions)
     return asked
+
+
+def pooled(checkpoint: str, prompt: list[int]) -> float:
+    """How far the embedding of a prompt is from Hugging Face's last hidden state, both of length 1."""
+    import torch
+    from support.checkpoints import add_tokenizer
+    from transformers import AutoModelForCausalLM
+    from vllm import LLM
+
+    reference = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        hidden = reference.eval()(torch.tensor([prompt]), output_hidden_states=True).hidden_states[-1][0, -1]
+    add_tokenizer(checkpoint)
+    llm = LLM(checkpoint, runner="pooling", **{**ENGINE, "skip_tokenizer_init": False})
+    (output,) = llm.embed([{"prompt_token_ids": prompt}], use_tqdm=False)
+    embedding = torch.tensor(output.outputs.embedding)
+    return (embedding - torch.nn.functional.normalize(hidden, dim=0)).abs().max().item()

@@ -78,10 +78,10 @@ def _classify(head: Head, samples: list[Tensor]) -> Plan:
     try:
         recording = record(head, samples[0])
     except NotRecordable:
-        return _as_written(head)
+        return as_written(head)
     plan = _plan(recording)
     if plan.kind is Kind.WHOLE and head.has_weights_in_float32:
-        return _as_written(head)  # its casts between dtypes do nothing where all is float64
+        return as_written(head)  # its casts between dtypes do nothing where all is float64
     project = head.projection.project
     for hidden, logits in zip(samples, expected, strict=True):
         try:
@@ -89,11 +89,12 @@ def _classify(head: Head, samples: list[Tensor]) -> Plan:
         except Exception:  # a step that holds for the recorded number of rows only may raise anything
             agrees = False
         if not agrees:
-            return _as_written(head)
+            return as_written(head)
     return plan
 
 
-def _as_written(head: Head) -> Plan:
+def as_written(head: Head) -> Plan:
+    """The plan that holds for any head: its own forward, with every weight it has."""
     return Plan(Kind.WHOLE, flat=False, weights=frozenset(name for name, _ in head.model.named_parameters()))
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from vllm_tf_sinks import vllm_api
 from vllm_tf_sinks.head import weights as head_weights
 from vllm_tf_sinks.head.build import Head, build_head, causal_lm_class, tied_to
-from vllm_tf_sinks.head.classify import Kind, classify
+from vllm_tf_sinks.head.classify import Kind, as_written, classify
 from vllm_tf_sinks.head.positions import shift_positions
 from vllm_tf_sinks.head.run import connect, local_logits_function, logits_function
 from vllm_tf_sinks.head.standin import HeadError
@@ -55,10 +55,12 @@ def load_with_head(original: Callable[..., set[str]]) -> Callable[..., set[str]]
 
     @wraps(original)
     def load_weights(self: Any, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        if not _has_own_head(self):
+        if "output_names" not in vars(self):
             return original(self, weights)
-        apart: dict[str, Tensor] = {}
         renamed = head_weights.renamed(weights, self.output_names)
+        if vllm_api.is_pooling(self) or not self.pp_group.is_last_rank:
+            return original(self, renamed)
+        apart: dict[str, Tensor] = {}
         loaded = vllm_api.load_weights_of_base(self, head_weights.load_projection_apart(self, renamed, apart))
         return loaded | _load_projection(self, apart)
 
@@ -66,8 +68,16 @@ def load_with_head(original: Callable[..., set[str]]) -> Callable[..., set[str]]
 
 
 def _has_own_head(model: Any) -> bool:
-    """Whether a model's logits come from a ForCausalLM: not those of pooling models and drafts."""
-    return vllm_api.is_generative(model) and not vllm_api.is_draft(model)
+    """Whether a model is built for a ForCausalLM of its own: a draft is given the head of another."""
+    if not vllm_api.is_causal(model) or vllm_api.is_draft(model):
+        return False
+    try:
+        _head_of(model)
+    except HeadError:
+        if vllm_api.is_pooling(model):  # it does without
+            return False
+        raise
+    return True
 
 
 def _head_of(model: Any) -> Head:
@@ -93,18 +103,19 @@ _ADVICE = "VLLM_TF_SINKS=sinks leaves the output head to vLLM, which takes it fo
 
 def _install(model: Any, prefix: str) -> None:
     head = _head_of(model)
+    model.output_is_tied = model._get_tie_word_embeddings()
+    if head.base_built_with.get("add_pooling_layer") is False and hasattr(model.model, "pooler"):
+        model.model.pooler = None  # the ForCausalLM has none, and so no weights for it
+    shift_positions(model)
+    if vllm_api.is_pooling(model) or not model.pp_group.is_last_rank:
+        model.output_names = head_weights.Names(head, as_written(head), model.output_is_tied)
+        setattr(model, head_weights.MODULE, vllm_api.missing_layer())
+        return
     try:
         plan = classify(head, model.text_config.hidden_size)
     except HeadError as error:
         raise HeadError(f"{error}. {_ADVICE}") from error
-    model.output_is_tied = model._get_tie_word_embeddings()
     model.output_names = head_weights.Names(head, plan, model.output_is_tied)
-    if head.base_built_with.get("add_pooling_layer") is False and hasattr(model.model, "pooler"):
-        model.model.pooler = None  # the ForCausalLM has none, and so no weights for it
-    shift_positions(model)
-    if not model.pp_group.is_last_rank:
-        setattr(model, head_weights.MODULE, vllm_api.missing_layer())
-        return
     _fit_projection(model, head, prefix)
     if head_weights.materialise(head, plan, model.model_config.dtype, model.device_config.device):
         setattr(model, head_weights.MODULE, head.model)
@@ -122,7 +133,7 @@ def _fit_projection(model: Any, head: Head, prefix: str) -> None:
     float32 = head.keeps_in_float32(f"{projection.name}.weight") and model.model_config.dtype != torch.float32
     sizes = (projection.out_features, projection.in_features)
     if not model.output_is_tied and (float32 or sizes != (config.vocab_size, config.hidden_size)):
-        dtype = torch.float32 if float32 else None
+        dtype = torch.float32 if float32 else model.model_config.dtype
         model.lm_head = vllm_api.make_lm_head(model, *sizes, dtype, prefix)
         if float32:
             model.logits_processor.head_dtype = torch.float32
@@ -136,8 +147,6 @@ def _fit_projection(model: Any, head: Head, prefix: str) -> None:
 def _load_projection(model: Any, apart: dict[str, Tensor]) -> set[str]:
     """Load the projection's bias, and its weight where the config ties it but the checkpoint does not."""
     loaded: set[str] = set()
-    if not model.pp_group.is_last_rank:
-        return loaded
     if (bias := apart.get("lm_head.bias")) is not None:
         parameter: Any = model.lm_head.bias
         if parameter is None:
@@ -146,7 +155,7 @@ def _load_projection(model: Any, apart: dict[str, Tensor]) -> set[str]:
         loaded.add("lm_head.bias")
     if (weight := apart.get("lm_head.weight")) is not None:
         vocabulary, size = weight.shape
-        untied = vllm_api.make_lm_head(model, vocabulary, size, None, "")
+        untied = vllm_api.make_lm_head(model, vocabulary, size, model.model_config.dtype)
         untied.weight.weight_loader(untied.weight, weight.to(untied.weight.device))
         if not torch.equal(untied.weight, model.lm_head.weight):
             untied.bias = model.lm_head.bias
