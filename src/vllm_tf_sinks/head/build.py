@@ -31,6 +31,8 @@ class Head:
         self.model = model
         self.projection = projection
         self._base = [module for module in model.modules() if isinstance(module, BaseStandIn)]
+        for base in self._base:
+            base.stands_in = False
         self._call_by = self._arguments()
 
     @property
@@ -70,7 +72,7 @@ class Head:
 
         """
         for base in self._base:
-            base.__dict__["hidden_states"] = hidden_states
+            base.hidden_states, base.stands_in = hidden_states, True
         try:
             logits = self.model(**self._call_by(hidden_states)).logits
         except HeadError:
@@ -79,7 +81,7 @@ class Head:
             raise HeadError(f"it needs more than hidden states: {type(error).__name__}: {error}") from error
         finally:
             for base in self._base:
-                del base.__dict__["hidden_states"]
+                base.hidden_states, base.stands_in = None, False
         if not isinstance(logits, torch.Tensor) or logits.shape[:-1] != hidden_states.shape[:-1]:
             raise HeadError(f"it gives no row of logits for each row of hidden states {tuple(hidden_states.shape)}")
         return logits

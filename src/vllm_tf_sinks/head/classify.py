@@ -95,7 +95,8 @@ def _classify(head: Head, samples: list[Tensor]) -> Plan:
 
 def as_written(head: Head) -> Plan:
     """The plan that holds for any head: its own forward, with every weight it has."""
-    return Plan(Kind.WHOLE, flat=False, weights=frozenset(name for name, _ in head.model.named_parameters()))
+    tensors = [*head.model.named_parameters(), *head.model.named_buffers()]
+    return Plan(Kind.WHOLE, flat=False, weights=frozenset(name for name, _ in tensors))
 
 
 def _checked(head: Head, hidden: Tensor) -> Tensor:

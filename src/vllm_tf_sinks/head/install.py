@@ -60,9 +60,7 @@ def load_with_head(original: Callable[..., set[str]]) -> Callable[..., set[str]]
         renamed = head_weights.renamed(weights, self.output_names)
         if vllm_api.is_pooling(self) or not self.pp_group.is_last_rank:
             return original(self, renamed)
-        apart: dict[str, Tensor] = {}
-        loaded = vllm_api.load_weights_of_base(self, head_weights.load_projection_apart(self, renamed, apart))
-        return loaded | _load_projection(self, apart)
+        return head_weights.load(self, renamed)
 
     return load_weights
 
@@ -142,23 +140,3 @@ def _fit_projection(model: Any, head: Head, prefix: str) -> None:
     model.logits_processor.scale, model.logits_processor.soft_cap = 1.0, None
     if projection.has_bias and model.lm_head.bias is None:
         model.lm_head._register_bias()
-
-
-def _load_projection(model: Any, apart: dict[str, Tensor]) -> set[str]:
-    """Load the projection's bias, and its weight where the config ties it but the checkpoint does not."""
-    loaded: set[str] = set()
-    if (bias := apart.get("lm_head.bias")) is not None:
-        parameter: Any = model.lm_head.bias
-        if parameter is None:
-            raise HeadError(f"The checkpoint has a bias of the output head, but {model.own_head.name} has none.")
-        parameter.weight_loader(parameter, bias)
-        loaded.add("lm_head.bias")
-    if (weight := apart.get("lm_head.weight")) is not None:
-        vocabulary, size = weight.shape
-        untied = vllm_api.make_lm_head(model, vocabulary, size, model.model_config.dtype)
-        untied.weight.weight_loader(untied.weight, weight.to(untied.weight.device))
-        if not torch.equal(untied.weight, model.lm_head.weight):
-            untied.bias = model.lm_head.bias
-            model.lm_head = untied
-        loaded.add("lm_head.weight")
-    return loaded

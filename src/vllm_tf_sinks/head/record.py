@@ -80,7 +80,10 @@ def record(head: Head, hidden_states: torch.Tensor) -> Recording:
         raise NotRecordable(recorder.obstacle)
     if (result := recorder.slots.get(id(logits))) is None:
         raise NotRecordable("the logits are not computed from the hidden states")
-    return Recording(_live(recorder.steps, result), result)
+    steps = _live(recorder.steps, result)
+    if not any(step.function is None for step in steps):
+        raise NotRecordable("the logits are not computed from the projection")
+    return Recording(steps, result)
 
 
 class _Recorder(TorchFunctionMode):

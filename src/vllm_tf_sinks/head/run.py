@@ -75,7 +75,8 @@ def _elementwise(model: Any, plan: Plan) -> Callable[..., Tensor | None]:
 
     def compute_sharded_logits(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor | None:
         processor = model.logits_processor
-        logits = processor._gather_logits(compute_logits_local(hidden_states))
+        gather = getattr(processor, "base_layer", processor)._gather_logits  # LoRA wraps the processor
+        logits = gather(compute_logits_local(hidden_states))
         return logits if logits is None else logits[..., : processor.org_vocab_size]
 
     sharded = model.tp_group.world_size > 1 and vllm_api.projects_without_gather()

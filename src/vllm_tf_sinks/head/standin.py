@@ -34,18 +34,22 @@ class Output:
 class BaseStandIn(nn.Module):
     """Takes the place of a base model: whatever it is called with, it returns the hidden states it was given.
 
-    Attributes of the true base model answer as there; its submodules answer as the stand-in itself,
-    so that `self.model.decoder(...)` returns the hidden states too.
+    While the ForCausalLM is built and while it runs, attributes of the true base model answer as there;
+    its submodules answer as the stand-in itself, so that `self.model.decoder(...)` returns the hidden
+    states too.
     """
 
     base: nn.Module | None = None
     built_with: dict[str, Any]
-    hidden_states: torch.Tensor
+    hidden_states: torch.Tensor | None
+    stands_in: bool
 
     def __init__(self, config: Any = None, *_: Any, **built_with: Any) -> None:
         super().__init__()
         self.config = config
         self.built_with = built_with
+        self.hidden_states = None
+        self.stands_in = True
 
     @classmethod
     def from_config(cls, config: Any, **built_with: Any) -> "BaseStandIn":
@@ -58,13 +62,15 @@ class BaseStandIn(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name.startswith("__"):
+            # Whoever walks vLLM's modules must not be told that this one has all that is asked for
+            if name.startswith("__") or not self.__dict__.get("stands_in"):
                 raise
         value = getattr(self.base, name, self)
         return self if isinstance(value, nn.Module) or callable(value) else value
 
     def forward(self, *_: Any, **__: Any) -> Output:
         """The hidden states [1, N, H], as a base model's output."""
+        assert self.hidden_states is not None
         return Output(self.hidden_states)
 
 

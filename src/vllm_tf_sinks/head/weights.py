@@ -9,8 +9,10 @@ import torch
 from torch import nn
 from transformers.conversion_mapping import WeightRenaming, get_model_conversion_mapping
 
+from vllm_tf_sinks import vllm_api
 from vllm_tf_sinks.head.build import Head, tied_to
 from vllm_tf_sinks.head.classify import Plan
+from vllm_tf_sinks.head.standin import HeadError
 
 MODULE = "output_head"  # the attribute of vLLM's model that holds a head's own weights
 PROJECTION = "lm_head"  # and the one that holds its projection
@@ -77,17 +79,47 @@ def renamed(weights: Iterable[tuple[str, torch.Tensor]], names: Names) -> Iterat
             yield new, weight
 
 
-def load_projection_apart(
-    model: Any, weights: Iterable[tuple[str, torch.Tensor]], apart: dict[str, torch.Tensor]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Put what vLLM's own loader would drop or misplace into `apart`, and yield the rest.
+def load(model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+    """Load tensors under their names in vLLM's model, and return the names that were loaded.
 
-    That is the bias, which vLLM registers anew at each load, and the weight of a tied projection,
-    which vLLM skips: Transformers takes a tied weight that a checkpoint has of its own for an untied one.
+    Two of them vLLM's own loader would misplace or drop: the projection's bias, which it registers
+    anew at each load, and the weight of a tied projection, which it skips. Transformers takes a tied
+    projection that a checkpoint has a weight of its own for, and another one, for an untied one.
+
+    Raises:
+        HeadError: if there is a bias for a head without.
+
     """
-    tied = model.output_is_tied
-    for name, weight in weights:
-        if name == f"{PROJECTION}.bias" or (tied and name == f"{PROJECTION}.weight"):
-            apart[name] = weight
-        else:
-            yield name, weight
+    loaded: set[str] = set()
+    untied: list[Any] = []
+
+    def others() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, weight in weights:
+            if name == f"{PROJECTION}.bias":
+                _load_bias(model, weight)
+                loaded.add(name)
+            elif name == f"{PROJECTION}.weight" and model.output_is_tied:
+                untied.append(_loaded_projection(model, weight))
+                loaded.add(name)
+            else:
+                yield name, weight
+
+    loaded |= vllm_api.load_weights_of_base(model, others())
+    for projection in untied:
+        if not torch.equal(projection.weight, model.lm_head.weight):
+            projection.bias = model.lm_head.bias
+            model.lm_head = projection
+    return loaded
+
+
+def _load_bias(model: Any, weight: torch.Tensor) -> None:
+    if (bias := model.lm_head.bias) is None:
+        raise HeadError(f"The checkpoint has a bias for the projection of {model.own_head.name}, which has none.")
+    bias.weight_loader(bias, weight)
+
+
+def _loaded_projection(model: Any, weight: torch.Tensor) -> Any:
+    vocabulary, size = weight.shape
+    projection = vllm_api.make_lm_head(model, vocabulary, size, model.model_config.dtype)
+    projection.weight.weight_loader(projection.weight, weight)
+    return projection
