@@ -106,9 +106,10 @@ def class_asked_for(**revisions: str) -> list:
 def pooled(checkpoint: str, prompt: list[int]) -> float:
     """How far the embedding of a prompt is from Hugging Face's last hidden state, both of length 1."""
     import torch
-    from support.checkpoints import add_tokenizer
     from transformers import AutoModelForCausalLM
     from vllm import LLM
+
+    from support.checkpoints import add_tokenizer
 
     reference = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():

@@ -18,11 +18,17 @@ def served_rows(checkpoint: str, tamper: str = "", **engine) -> list[tuple[list[
     Returns:
         new tokens [N], decode rows [N, V], prompt rows [T - 1, V].
     """
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
 
     if tamper:
         call(tamper)
-    llm = LLM(checkpoint, **{**ENGINE, **engine})
+    return rows_of(LLM(checkpoint, **{**ENGINE, **engine}))
+
+
+def rows_of(llm) -> list[tuple[list[int], np.ndarray, np.ndarray]]:
+    """For each prompt, what `served_rows` returns."""
+    from vllm import SamplingParams
+
     vocabulary = llm.llm_engine.model_config.get_vocab_size()
     sampling = SamplingParams(
         temperature=0,
@@ -78,3 +84,14 @@ def call(function: str, **kwargs):
 
     module, _, name = function.partition(":")
     return getattr(importlib.import_module(module), name)(**kwargs)
+
+
+def reloaded_rows(checkpoint: str, other: str, **engine) -> list:
+    """What `served_rows` gives for `other`, whose weights were loaded into an engine that runs `checkpoint`."""
+    from vllm import LLM
+
+    llm = LLM(checkpoint, **{**ENGINE, **engine})
+    rows_of(llm)
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": other})
+    llm.reset_prefix_cache()
+    return rows_of(llm)

@@ -87,7 +87,7 @@ def load(model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
     projection that a checkpoint has a weight of its own for, and another one, for an untied one.
 
     Raises:
-        HeadError: if there is a bias for a head without.
+        HeadError: if there is a bias for a head without, or for a tied projection of a running engine.
 
     """
     loaded: set[str] = set()
@@ -115,6 +115,13 @@ def load(model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
 def _load_bias(model: Any, weight: torch.Tensor) -> None:
     if (bias := model.lm_head.bias) is None:
         raise HeadError(f"The checkpoint has a bias for the projection of {model.own_head.name}, which has none.")
+    if (
+        model.output_is_tied and model.lm_head.weight.is_meta
+    ):  # vLLM would write what it takes for the weight into the embeddings
+        raise HeadError(
+            f"vLLM cannot reload the bias of {model.own_head.name}'s projection in a running engine, as its weight is "
+            "tied to the input embeddings. Start the engine anew, or use a checkpoint with tie_word_embeddings=false."
+        )
     bias.weight_loader(bias, weight)
 
 
