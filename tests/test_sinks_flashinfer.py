@@ -1,23 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """FlashInfer takes sinks in float32 only: vLLM's post-load step must reach the layers that we build."""
 
-import os
-
 import pytest
+from overlay import flashinfer
 from support.flashinfer_jobs import ENV
 
 
 def post_load(vllm, folder: str, **kwargs) -> list[dict]:
-    found = vllm.run(
-        "support.flashinfer_jobs:post_load",
-        env=ENV,
-        checkpoint=folder,
-        path=os.environ.get("FLASHINFER_PATH"),
-        **kwargs,
-    )
-    if isinstance(found, str):
-        pytest.skip(found)
-    return found
+    path = str(flashinfer())
+    return vllm.run("support.flashinfer_jobs:post_load", env=ENV, checkpoint=folder, path=path, **kwargs)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 OVERLAYS = Path(__file__).resolve().parent.parent / ".cache" / "overlays"
+FLASHINFER = "flashinfer-python==0.7.2.post1 nvidia-ml-py tabulate apache-tvm-ffi>=0.1.11,<0.2"
 CUDA_ONLY = ("vllm/_*.so", "vllm/cumem*.so", "vllm/vllm_flash_attn/**/*.so")
 
 
@@ -42,15 +43,20 @@ def name_vllm(folder: Path, version: str) -> None:
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
 
 
-def unpack(requirement: str, target: Path, finish: Callable[[Path], None] = lambda folder: None) -> Path:
-    """The folder `target` with one package in it, installed and finished on first use."""
+def flashinfer() -> Path:
+    """A folder that holds FlashInfer without its GPU stack: enough to build vLLM's layers for it on a CPU."""
+    return unpack(FLASHINFER, OVERLAYS.with_name("flashinfer"))
+
+
+def unpack(requirements: str, target: Path, finish: Callable[[Path], None] = lambda folder: None) -> Path:
+    """The folder `target` with packages in it, installed without what they need and finished on first use."""
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
         # Made aside and moved into place, so that a run that was cut short leaves nothing half made.
         with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
             made = Path(scratch) / target.name
             pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-qq"]
-            subprocess.run([*pip, "install", "--no-deps", "--target", made, requirement], check=True)
+            subprocess.run([*pip, "install", "--no-deps", "--target", made, *requirements.split()], check=True)
             finish(made)
             made.rename(target)
     return target

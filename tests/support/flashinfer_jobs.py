@@ -2,7 +2,6 @@
 """A sink model built for FlashInfer, whose classes can be made on a CPU, and stopped before it would run."""
 
 import contextlib
-import importlib.util
 import sys
 
 from support.jobs import ENGINE
@@ -15,22 +14,19 @@ class Loaded(Exception):
     """The model is loaded; nothing more is wanted of the engine."""
 
 
-def post_load(checkpoint: str, path: str | None, fragment: str = "sinks", **engine) -> list[dict] | str:
+def post_load(checkpoint: str, path: str, fragment: str = "sinks", **engine) -> list[dict]:
     """The life of each layer's sink through vLLM's post-load step, and through another one after a change.
 
     Args:
         checkpoint: folder of the model.
-        path: where FlashInfer is, if not in the environment.
+        path: the folder that FlashInfer is in.
         fragment: part of a sink's name.
         engine: arguments of `LLM`.
 
     Returns:
-        a dict a layer, or why FlashInfer cannot be used.
+        a dict a layer.
     """
-    if path:
-        sys.path.append(path)
-    if importlib.util.find_spec("flashinfer") is None:
-        return "flashinfer is not installed: pip install vllm-tf-sinks[flashinfer]"
+    sys.path.append(path)
     import vllm.model_executor.layers.attention.attention as attention
     from vllm import LLM
     from vllm.v1.attention.backends.flashinfer import FlashInferBackend

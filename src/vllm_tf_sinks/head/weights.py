@@ -115,9 +115,8 @@ def load(model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
 def _load_bias(model: Any, weight: torch.Tensor) -> None:
     if (bias := model.lm_head.bias) is None:
         raise HeadError(f"The checkpoint has a bias for the projection of {model.own_head.name}, which has none.")
-    if (
-        model.output_is_tied and model.lm_head.weight.is_meta
-    ):  # vLLM would write what it takes for the weight into the embeddings
+    # In a reload vLLM would write memory that it takes for the tied weight over the embeddings
+    if model.output_is_tied and model.lm_head.weight.is_meta:
         raise HeadError(
             f"vLLM cannot reload the bias of {model.own_head.name}'s projection in a running engine, as its weight is "
             "tied to the input embeddings. Start the engine anew, or use a checkpoint with tie_word_embeddings=false."
