@@ -17,7 +17,6 @@ def register() -> None:
         ValueError: if `VLLM_TF_SINKS` has a value that it does not take.
         PatchError: under `VLLM_TF_SINKS=strict`, if the backend is imported already and a patch
             does not fit it. Where it is imported later, that import raises.
-
     """
     settings = read_settings()
     vllm_api.declare_variable(VARIABLE, lambda: apply.fingerprint(settings))

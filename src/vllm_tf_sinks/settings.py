@@ -23,7 +23,6 @@ class Settings:
 
     Attributes:
         value: one of `VALUES`.
-
     """
 
     value: str = "1"
@@ -46,7 +45,6 @@ def read_settings(environment: Mapping[str, str] = os.environ) -> Settings:
 
     Raises:
         ValueError: for any other value than the five of `VALUES`; the message lists them.
-
     """
     value = environment.get(VARIABLE, "").strip().lower() or "1"
     if value not in VALUES:

@@ -24,7 +24,6 @@ class Head:
     Attributes:
         model: the ForCausalLM; its base models are stand-ins, its projection is `projection`.
         projection: what stands for the projection to the vocabulary.
-
     """
 
     def __init__(self, model: PreTrainedModel, projection: Projection) -> None:
@@ -69,7 +68,6 @@ class Head:
 
         Raises:
             HeadError: if the forward asks for more than hidden states, or gives no logits for each row.
-
         """
         for base in self._base:
             base.hidden_states, base.stands_in = hidden_states, True
@@ -98,7 +96,6 @@ def causal_lm_class(config: Any, trust_remote_code: bool = False, **revisions: s
 
     Raises:
         HeadError: if there is none.
-
     """
     architecture = (getattr(config, "architectures", None) or [""])[0]
     auto_map = getattr(config, "auto_map", None) or {}
@@ -129,7 +126,6 @@ def build_head(cls: type[PreTrainedModel], config: Any, base: nn.Module | None) 
 
     Raises:
         HeadError: naming the class, if it cannot be built or has no single projection.
-
     """
     stand_in = type("BaseStandIn", (BaseStandIn,), {"base": base})
     try:

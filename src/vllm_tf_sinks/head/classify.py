@@ -32,7 +32,6 @@ class Plan:
         after: logits [..., V] to the head's; in place where `kind` is elementwise. None where nothing is done.
         flat: whether `before` and `after` do all that the head does; else it is run as written.
         weights: names of the parameters and buffers of the ForCausalLM that the head uses.
-
     """
 
     kind: Kind
@@ -64,7 +63,6 @@ def classify(head: Head, hidden_size: int) -> Plan:
     Raises:
         HeadError: naming the class, if the head fails, gives other than finite logits, does not go
             through its projection exactly once, or answers the same input differently.
-
     """
     try:
         with _in_float64(head, hidden_size):

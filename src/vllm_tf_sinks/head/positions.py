@@ -13,7 +13,6 @@ def shift_positions(model: Any) -> None:
 
     Raises:
         ValueError: if the longest sequence would need more positions than the model has.
-
     """
     for embeddings in model.model.modules():
         if not hasattr(embeddings, "create_position_ids_from_input_ids"):

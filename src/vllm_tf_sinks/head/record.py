@@ -66,7 +66,6 @@ def record(head: Head, hidden_states: torch.Tensor) -> Recording:
         NotRecordable: if a step depends on the numbers of a tensor, uses a tensor that is neither
             computed from the hidden states nor a weight, or gives several tensors.
         HeadError: if the head fails.
-
     """
     recorder = _Recorder(head, hidden_states)
     project = head.projection.project

@@ -34,7 +34,6 @@ def logits_function(model: Any, head: Head, plan: Plan) -> Callable[..., Tensor 
 
     Raises:
         HeadError: if the head needs all logits of a row, but this platform gathers them on one rank only.
-
     """
     if plan.kind is Kind.ELEMENTWISE:
         return _elementwise(model, plan)
@@ -53,7 +52,6 @@ def local_logits_function(model: Any, plan: Plan) -> Callable[..., Tensor]:
 
     Returns:
         A function of hidden states [N, H] to this rank's shard of the logits, all that the head does applied.
-
     """
     before, after = plan.before or _same, plan.after or _same
 

@@ -88,7 +88,6 @@ def load(model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
 
     Raises:
         HeadError: if there is a bias for a head without, or for a tied projection of a running engine.
-
     """
     loaded: set[str] = set()
     untied: list[Any] = []

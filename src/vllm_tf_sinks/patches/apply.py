@@ -47,7 +47,6 @@ def apply() -> None:
 
     Raises:
         PatchError: under `VLLM_TF_SINKS=strict`, naming vLLM's version and each patch that does not fit.
-
     """
     global _logged
     misfits: list[Row] = []

@@ -37,7 +37,6 @@ class Patch:
         has: says why this vLLM does not need the patch, or "" where it does; it looks at what is there.
         upstream: the change of vLLM that makes the patch unnecessary.
         until: when the row can be deleted.
-
     """
 
     name: str
@@ -59,7 +58,6 @@ class Patch:
 
         Raises:
             PatchError: if none of `targets` exists, or its signature is not the one expected.
-
         """
         for path in self.targets:
             if (target := Target.find(path)) is not None:
@@ -128,7 +126,6 @@ class Target:
 
         Raises:
             PatchError: if the signature does not begin with `expected`, or demands more.
-
         """
         parameters = list(inspect.signature(self.get()).parameters.values())
         names = tuple(p.name for p in parameters[: len(expected)])

@@ -36,7 +36,6 @@ class Sink:
         owner_name: the module that holds the parameter.
         name: the parameter's name in its owner.
         shape: its shape, over all ranks.
-
     """
 
     module_name: str
@@ -66,7 +65,6 @@ def find_sinks(model: nn.Module) -> list[Sink]:
     Raises:
         SinkError: if a module passes a sink that is not one unchanged parameter, has no `layer_idx`,
             or has that of another.
-
     """
     owners = {
         id(parameter): _Owner(owner_name, owner, name)
@@ -173,7 +171,6 @@ class _Passed:
 
         Raises:
             ValueError: if it is not one parameter of the model, or if its values are changed.
-
         """
         with _requiring_grad(module):
             value = self.evaluate(module)
@@ -301,7 +298,6 @@ def _leaf(value: Any) -> nn.Parameter:
 
     Raises:
         ValueError: if it is no tensor, or was computed from none or several parameters.
-
     """
     if isinstance(value, nn.Parameter):
         return value

@@ -31,7 +31,6 @@ def refuse_by_config(original: Callable[..., Any]) -> Callable[..., Any]:
 
     Raises:
         SinkError: naming the model, if it is one of `STRANGE_ATTENTION`.
-
     """
 
     @wraps(original)
@@ -57,7 +56,6 @@ def check_model(model: Any, sinks: list[Sink]) -> None:
     Raises:
         SinkError: naming the model class, if its heads do not divide over the ranks, under decode
             context parallel, or if its attention is more than ordinary attention over all keys.
-
     """
     name = type(model.model).__name__
     parallel = model.parallel_config

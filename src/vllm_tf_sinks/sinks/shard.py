@@ -18,7 +18,6 @@ class Heads:
         first: the first query head, counted over all ranks.
         query: how many query heads, and so numbers of the sink.
         key_value: how many key-value heads.
-
     """
 
     first: int
@@ -31,7 +30,6 @@ def check_divisible(sink: Sink, ranks: int) -> None:
 
     Raises:
         SinkError: if they do not, naming the sizes that work.
-
     """
     if sink.num_heads % ranks:
         sizes = ", ".join(str(n) for n in range(1, sink.num_heads + 1) if sink.num_heads % n == 0)
@@ -49,7 +47,6 @@ def heads_of_rank(sink: Sink, module: nn.Module, rank: int, ranks: int) -> Heads
 
     Raises:
         SinkError: if the key-value heads do not divide over the ranks, and no fused projection copies them.
-
     """
     from vllm.model_executor.layers.linear import ColumnParallelLinear, QKVParallelLinear
 
@@ -78,7 +75,6 @@ def sink_parameter(sink: Sink, heads: Heads, dtype: torch.dtype, device: torch.d
 
     Returns:
         The parameter, `heads.query` numbers in `dtype` on `device`.
-
     """
     shape = [heads.query if size == sink.num_heads else size for size in sink.shape]
     parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
