@@ -26,9 +26,9 @@ import torch
 from transformers import GraniteConfig, GraniteForCausalLM
 from vllm import LLM
 
-SIZES = {"hidden_size": 576, "vocab_size": 49152, "num_attention_heads": 9, "num_key_value_heads": 3}
+SIZES = {"hidden_size": 128, "vocab_size": 4096, "num_attention_heads": 4, "num_key_value_heads": 2}
 ROWS = [1, 8, 64]
-CALLS = 60
+CALLS = 300
 
 
 def microseconds(function: Callable[[torch.Tensor], Any], hidden: torch.Tensor) -> float:
