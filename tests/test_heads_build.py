@@ -125,3 +125,17 @@ def test_tied_config_with_a_weight_of_its_own(vllm, checkpoint, difference, tmp_
 def test_pooling_needs_no_head(vllm, checkpoint, name):
     folder = checkpoint(vllm, name, tie_word_embeddings=False)
     assert vllm.run("support.head_jobs:pooled", checkpoint=folder, prompt=[3, 17, 29, 5, 41]) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("model_type", "expected"),
+    [
+        ("gemma3", ("Gemma3ForConditionalGeneration", "lm_head", "projection only")),  # it ignores its config's cap
+        ("gemma4", ("Gemma4ForConditionalGeneration", "lm_head", "elementwise")),
+        ("llava", ("LlavaForConditionalGeneration", "lm_head", "projection only")),
+        ("llama4", ("Llama4ForConditionalGeneration", "language_model.lm_head", "projection only")),
+        ("qwen2_5_vl", ("Qwen2_5_VLForConditionalGeneration", "lm_head", "projection only")),
+    ],
+)
+def test_multimodal_heads(vllm, model_type, expected):
+    assert vllm.run("support.head_jobs:multimodal_kind", model_type=model_type) == expected

@@ -119,3 +119,21 @@ def pooled(checkpoint: str, prompt: list[int]) -> float:
     (output,) = llm.embed([{"prompt_token_ids": prompt}], use_tqdm=False)
     embedding = torch.tensor(output.outputs.embedding)
     return (embedding - torch.nn.functional.normalize(hidden, dim=0)).abs().max().item()
+
+
+def multimodal_kind(model_type: str) -> tuple[str, str, str]:
+    """The class, the projection's name and the kind of a multimodal model's head, every field of a head non-trivial."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+    from support.census import HEAD_FIELDS
+    from vllm_tf_sinks.head.build import build_head, causal_lm_class
+    from vllm_tf_sinks.head.classify import classify
+
+    config = CONFIG_MAPPING[model_type]()
+    config.architectures = [MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[model_type]]
+    text = config.get_text_config()
+    for field in ("final_logit_softcapping", "vocab_size"):
+        setattr(text, field, HEAD_FIELDS[field])
+    head = build_head(causal_lm_class(config), config, None)
+    return head.name, head.projection.name, classify(head, text.hidden_size).describe()
