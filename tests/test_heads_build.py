@@ -127,14 +127,26 @@ def test_pooling_needs_no_head(vllm, checkpoint, name):
     assert vllm.run("support.head_jobs:pooled", checkpoint=folder, prompt=[3, 17, 29, 5, 41]) < 1e-5
 
 
+EMBEDDINGS = "model.language_model.embed_tokens.weight"
+
+
 @pytest.mark.parametrize(
     ("model_type", "expected"),
     [
-        ("gemma3", ("Gemma3ForConditionalGeneration", "lm_head", "projection only")),  # it ignores its config's cap
-        ("gemma4", ("Gemma4ForConditionalGeneration", "lm_head", "elementwise")),
-        ("llava", ("LlavaForConditionalGeneration", "lm_head", "projection only")),
-        ("llama4", ("Llama4ForConditionalGeneration", "language_model.lm_head", "projection only")),
-        ("qwen2_5_vl", ("Qwen2_5_VLForConditionalGeneration", "lm_head", "projection only")),
+        # It ignores the cap of its config
+        ("gemma3", ("Gemma3ForConditionalGeneration", "lm_head", "projection only", EMBEDDINGS)),
+        ("gemma4", ("Gemma4ForConditionalGeneration", "lm_head", "elementwise", EMBEDDINGS)),
+        ("llava", ("LlavaForConditionalGeneration", "lm_head", "projection only", EMBEDDINGS)),
+        (
+            "llama4",  # it nests the ForCausalLM that has the projection
+            (
+                "Llama4ForConditionalGeneration",
+                "language_model.lm_head",
+                "projection only",
+                "language_model.model.embed_tokens.weight",
+            ),
+        ),
+        ("qwen2_5_vl", ("Qwen2_5_VLForConditionalGeneration", "lm_head", "projection only", EMBEDDINGS)),
     ],
 )
 def test_multimodal_heads(vllm, model_type, expected):

@@ -121,13 +121,13 @@ def pooled(checkpoint: str, prompt: list[int]) -> float:
     return (embedding - torch.nn.functional.normalize(hidden, dim=0)).abs().max().item()
 
 
-def multimodal_kind(model_type: str) -> tuple[str, str, str]:
-    """The class, the projection's name and the kind of a multimodal model's head, every field of a head non-trivial."""
+def multimodal_kind(model_type: str) -> tuple[str, str, str, str | None]:
+    """The class, the projection's name, the kind of a multimodal model's head, and what its weight may be tied to."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
     from support.census import HEAD_FIELDS
-    from vllm_tf_sinks.head.build import build_head, causal_lm_class
+    from vllm_tf_sinks.head.build import build_head, causal_lm_class, tied_to
     from vllm_tf_sinks.head.classify import classify
 
     config = CONFIG_MAPPING[model_type]()
@@ -136,4 +136,5 @@ def multimodal_kind(model_type: str) -> tuple[str, str, str]:
     for field in ("final_logit_softcapping", "vocab_size"):
         setattr(text, field, HEAD_FIELDS[field])
     head = build_head(causal_lm_class(config), config, None)
-    return head.name, head.projection.name, classify(head, text.hidden_size).describe()
+    name = head.projection.name
+    return head.name, name, classify(head, text.hidden_size).describe(), tied_to(head.model, f"{name}.weight")

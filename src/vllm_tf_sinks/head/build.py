@@ -228,7 +228,19 @@ def _bare_modules() -> Iterator[None]:
 
 
 def tied_to(model: PreTrainedModel, name: str) -> str | None:
-    """The parameter that Transformers ties `name` to when the config says tie_word_embeddings, or None."""
+    """The parameter that Transformers ties `name` to when the config says tie_word_embeddings, or None.
+
+    A ForCausalLM that a multimodal class nests declares its ties under its own names.
+    """
+    for prefix, owner in model.named_modules():
+        start = f"{prefix}." if prefix else ""
+        if isinstance(owner, PreTrainedModel) and name.startswith(start):
+            if (target := _tied_by(owner, name.removeprefix(start))) is not None:
+                return f"{start}{target}"
+    return None
+
+
+def _tied_by(model: PreTrainedModel, name: str) -> str | None:
     tied = getattr(model, "_tied_weights_keys", None) or {}
     if not isinstance(tied, dict):  # remote code of Transformers 4 lists the tied names only
         return "input embeddings" if name in tied else None
