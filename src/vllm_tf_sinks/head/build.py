@@ -234,9 +234,10 @@ def tied_to(model: PreTrainedModel, name: str) -> str | None:
     """
     for prefix, owner in model.named_modules():
         start = f"{prefix}." if prefix else ""
-        if isinstance(owner, PreTrainedModel) and name.startswith(start):
-            if (target := _tied_by(owner, name.removeprefix(start))) is not None:
-                return f"{start}{target}"
+        if not isinstance(owner, PreTrainedModel) or not name.startswith(start):
+            continue
+        if (target := _tied_by(owner, name.removeprefix(start))) is not None:
+            return f"{start}{target}"
     return None
 
 
