@@ -15,7 +15,7 @@ class HeadError(ValueError):
 class Output:
     """What a base model returns: hidden states first, and None for whatever else is asked for."""
 
-    def __init__(self, hidden_states: torch.Tensor) -> None:
+    def __init__(self, hidden_states: torch.Tensor | None) -> None:
         self.last_hidden_state = hidden_states
 
     def __getattr__(self, name: str) -> None:
@@ -69,8 +69,7 @@ class BaseStandIn(nn.Module):
         return self if isinstance(value, nn.Module) or callable(value) else value
 
     def forward(self, *_: Any, **__: Any) -> Output:
-        """The hidden states [1, N, H], as a base model's output."""
-        assert self.hidden_states is not None
+        """The hidden states [1, N, H], as a base model's output; none while the ForCausalLM is built."""
         return Output(self.hidden_states)
 
 
