@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from vllm_tf_sinks.swap import swapped
+
 if TYPE_CHECKING:
     import torch
 
@@ -64,18 +66,12 @@ def attention_layers_built_by(build: Callable[..., Any]) -> Iterator[None]:
     """Within the context the Transformers backend builds `Attention(**kw)` as `build(Attention, **kw)`."""
     from vllm.model_executor.models.transformers import base
 
-    originals = {name: getattr(base, name) for name in ("Attention", "EncoderOnlyAttention")}
-
     def builder(layer_class: type) -> Callable[..., Any]:
         return lambda **kwargs: build(layer_class, **kwargs)
 
-    try:
-        for name, layer_class in originals.items():
-            setattr(base, name, builder(layer_class))
+    names = ("Attention", "EncoderOnlyAttention")
+    with swapped(vars(base), {name: builder(getattr(base, name)) for name in names}):
         yield
-    finally:
-        for name, layer_class in originals.items():
-            setattr(base, name, layer_class)
 
 
 def attention_attribute() -> str:
@@ -127,6 +123,15 @@ def backends_with_sinks() -> list[str]:
         if supported:
             names.append(backend.name)
     return names
+
+
+def is_kept_in_float32(model: Any, name: str) -> bool:
+    """Whether Transformers keeps the parameter `name` of its `model` in float32 in a model of any dtype.
+
+    vLLM's own rule (from 0.28) passes over parameters that have a weight loader.
+    """
+    fragments = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    return any(fragment in name for fragment in fragments)
 
 
 def runs_own_heads() -> str:

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
+from vllm_tf_sinks import vllm_api
 from vllm_tf_sinks.head.standin import BaseStandIn, HeadError, Projection
 from vllm_tf_sinks.swap import swapped
 
@@ -46,8 +47,7 @@ class Head:
 
     def keeps_in_float32(self, name: str) -> bool:
         """Whether Transformers keeps the parameter `name` in float32 in a model of any dtype."""
-        fragments = getattr(self.model, "_keep_in_fp32_modules_strict", None) or ()
-        return any(fragment in name for fragment in fragments)
+        return vllm_api.is_kept_in_float32(self.model, name)
 
     @property
     def has_weights_in_float32(self) -> bool:

@@ -67,7 +67,8 @@ class _SinkLayers:
         model, owner = self.model, self.model.get_submodule(sink.owner_name)
         group = model.tp_group
         heads = heads_of_rank(sink, model.get_submodule(sink.module_name), group.rank_in_group, group.world_size)
-        dtype = torch.float32 if _is_kept_in_float32(model.model, sink) else model.model_config.dtype
+        float32 = vllm_api.is_kept_in_float32(model.model, sink.parameter_name)
+        dtype = torch.float32 if float32 else model.model_config.dtype
         device = model.device_config.device
         setattr(owner, sink.name, sink_parameter(sink, heads, dtype, device))
         return heads
@@ -134,12 +135,3 @@ def _hand_over(layer: Any, parameter: nn.Parameter) -> None:
         post_load(act_dtype)
 
     layer.process_weights_after_loading = process_weights_after_loading
-
-
-def _is_kept_in_float32(model: nn.Module, sink: Sink) -> bool:
-    """Whether Transformers keeps the sink in float32 in a model of any dtype.
-
-    vLLM's own rule passes over parameters that have a weight loader, as a sink has.
-    """
-    fragments = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
-    return any(fragment in sink.parameter_name for fragment in fragments)
