@@ -23,7 +23,7 @@ def check(model_type: str, name: str) -> tuple[str, float]:
     import transformers
 
     from vllm_tf_sinks.head.build import build_head
-    from vllm_tf_sinks.head.classify import _run, classify
+    from vllm_tf_sinks.head.classify import classify
 
     torch.manual_seed(0)
     cls = getattr(transformers, name)
@@ -46,7 +46,7 @@ def check(model_type: str, name: str) -> tuple[str, float]:
     with torch.no_grad():
         expected = from_hidden_states(model, base, hidden)
         as_written = head.as_written(hidden)
-        planned = head.as_written(hidden) if not plan.flat else _run(plan, projection, hidden.clone())
+        planned = head.as_written(hidden) if not plan.flat else plan.run(projection, hidden.clone())
     assert expected.shape == as_written.shape == planned.shape
     difference = max((expected - as_written).abs().max().item(), (expected - planned).abs().max().item())
     return plan.describe(), difference

@@ -40,6 +40,11 @@ class Plan:
     flat: bool = True
     weights: frozenset[str] = frozenset()
 
+    def run(self, project: Callable[[Tensor], Tensor], hidden_states: Tensor) -> Tensor:
+        """Logits [1, N, V] of hidden states [1, N, H], for a plan that is flat."""
+        logits = project(self.before(hidden_states) if self.before else hidden_states)
+        return self.after(logits) if self.after else logits
+
     def describe(self) -> str:
         """The kind, for the log line of a model."""
         return self.kind.value + ("" if self.flat else ", as written")
@@ -83,7 +88,7 @@ def _classify(head: Head, samples: list[Tensor]) -> Plan:
     project = head.projection.project
     for hidden, logits in zip(samples, expected, strict=True):
         try:
-            agrees = torch.equal(_run(plan, project, hidden).to(logits.dtype), logits)
+            agrees = torch.equal(plan.run(project, hidden).to(logits.dtype), logits)
         except Exception:  # a step that holds for the recorded number of rows only may raise anything
             agrees = False
         if not agrees:
@@ -119,11 +124,6 @@ def _checked(head: Head, hidden: Tensor) -> Tensor:
     if not torch.equal(logits, again):
         raise HeadError("it gives other logits for the same hidden states")
     return logits
-
-
-def _run(plan: Plan, project: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
-    logits = project(plan.before(hidden) if plan.before else hidden)
-    return plan.after(logits) if plan.after else logits
 
 
 def _plan(recording: Recording) -> Plan:

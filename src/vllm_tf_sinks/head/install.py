@@ -2,7 +2,8 @@
 """Give a model of vLLM's Transformers backend its own output head."""
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
@@ -82,7 +83,7 @@ def _head_of(model: Any) -> Head:
     """The head of `model`, built when first asked for: tying is asked for before the model is complete."""
     if "own_head" not in vars(model):
         config, options = model.config, model.model_config
-        try:
+        with _with_advice():
             cls = causal_lm_class(
                 config,
                 options.trust_remote_code,
@@ -90,13 +91,20 @@ def _head_of(model: Any) -> Head:
                 code_revision=options.code_revision,
             )
             model.own_head = build_head(cls, config, model.model)
-        except HeadError as error:
-            raise HeadError(f"{error}. {_ADVICE}") from error
     head: Head = model.own_head
     return head
 
 
-_ADVICE = "VLLM_TF_SINKS=sinks leaves the output head to vLLM, which takes it for a plain lm_head: check its logprobs."
+@contextmanager
+def _with_advice() -> Iterator[None]:
+    """Say in a HeadError how to go on without the plugin's head."""
+    try:
+        yield
+    except HeadError as error:
+        raise HeadError(
+            f"{error}. VLLM_TF_SINKS=sinks leaves the output head to vLLM, which takes it for a plain lm_head: "
+            "check its logprobs."
+        ) from error
 
 
 def _install(model: Any, prefix: str) -> None:
@@ -109,10 +117,8 @@ def _install(model: Any, prefix: str) -> None:
         model.output_names = head_weights.Names(head, as_written(head), model.output_is_tied)
         setattr(model, head_weights.MODULE, vllm_api.missing_layer())
         return
-    try:
+    with _with_advice():
         plan = classify(head, model.text_config.hidden_size)
-    except HeadError as error:
-        raise HeadError(f"{error}. {_ADVICE}") from error
     model.output_names = head_weights.Names(head, plan, model.output_is_tied)
     _fit_projection(model, head, prefix)
     if head_weights.materialise(head, plan, model.model_config.dtype, model.device_config.device):
