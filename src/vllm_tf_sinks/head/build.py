@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-from vllm_tf_sinks import vllm_api
+from vllm_tf_sinks import hooks, vllm_api
 from vllm_tf_sinks.head.standin import BaseStandIn, HeadError, Projection
 from vllm_tf_sinks.swap import swapped
 
@@ -34,6 +34,7 @@ class Head:
         for base in self._base:
             base.stands_in = False
         self._call_by = self._arguments()
+        self._described = hooks.plugins().ask("output_head", model=model)
 
     @property
     def name(self) -> str:
@@ -64,7 +65,7 @@ class Head:
         return lambda hidden: {"input_ids": hidden[..., 0].long(), **flags}
 
     def as_written(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Logits [1, N, V] of hidden states [1, N, H], by the ForCausalLM's own forward.
+        """Logits [1, N, V] of hidden states [1, N, H], by the ForCausalLM's own forward or what a plugin gave for it.
 
         Raises:
             HeadError: if the forward asks for more than hidden states, or gives no logits for each row.
@@ -72,7 +73,10 @@ class Head:
         for base in self._base:
             base.hidden_states, base.stands_in = hidden_states, True
         try:
-            logits = self.model(**self._call_by(hidden_states)).logits
+            if self._described:
+                logits = self._described.value(hidden_states)
+            else:
+                logits = self.model(**self._call_by(hidden_states)).logits
         except HeadError:
             raise
         except Exception as error:  # forward of any class, remote ones too
@@ -88,8 +92,9 @@ class Head:
 def causal_lm_class(config: Any, trust_remote_code: bool = False, **revisions: str | None) -> type[PreTrainedModel]:
     """The ForCausalLM class that Transformers would load a checkpoint with `config` into.
 
-    That is the architecture the config names, if Transformers has it and it generates text; else
-    the class of the remote code, if that is trusted; else what the config's type is mapped to.
+    That is the class that a plugin gives; else the architecture the config names, if Transformers has it
+    and it generates text; else the class of the remote code, if that is trusted; else what the config's
+    type is mapped to.
 
     Args:
         revisions: `revision` and `code_revision` of remote code.
@@ -97,6 +102,13 @@ def causal_lm_class(config: Any, trust_remote_code: bool = False, **revisions: s
     Raises:
         HeadError: if there is none.
     """
+    if answer := hooks.plugins().ask("causal_lm_class", config=config):
+        if not _is_model(answer.value):
+            raise HeadError(
+                f"The plugin {answer.plugin!r} of vllm-tf-sinks gives {answer.value!r} for a ForCausalLM class"
+            )
+        supplied: type[PreTrainedModel] = answer.value
+        return supplied
     architecture = (getattr(config, "architectures", None) or [""])[0]
     auto_map = getattr(config, "auto_map", None) or {}
     if trust_remote_code and auto_map:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_tf_sinks import vllm_api
+from vllm_tf_sinks import hooks, vllm_api
 from vllm_tf_sinks.head import weights as head_weights
 from vllm_tf_sinks.head.build import Head, build_head, causal_lm_class, tied_to
 from vllm_tf_sinks.head.classify import Kind, as_written, classify
@@ -75,7 +75,8 @@ def _has_own_head(model: Any) -> bool:
     except HeadError:
         if vllm_api.is_pooling(model):  # it does without
             return False
-        raise
+        with hooks.telling_refusal(model, "head"):
+            raise
     return True
 
 
@@ -117,7 +118,7 @@ def _install(model: Any, prefix: str) -> None:
         model.output_names = head_weights.Names(head, as_written(head), model.output_is_tied)
         setattr(model, head_weights.MODULE, vllm_api.missing_layer())
         return
-    with _with_advice():
+    with hooks.telling_refusal(model, "head"), _with_advice():
         plan = classify(head, model.text_config.hidden_size)
     model.output_names = head_weights.Names(head, plan, model.output_is_tied)
     _fit_projection(model, head, prefix)
@@ -129,6 +130,7 @@ def _install(model: Any, prefix: str) -> None:
     if plan.kind is not Kind.WHOLE and vllm_api.projects_without_gather():
         model.compute_logits_local = local_logits_function(model, plan)
     logger.info("%s: output head: %s", head.name, plan.describe())
+    hooks.plugins().tell(hooks.Decision(type(model.model).__name__, "head", plan.describe()))
 
 
 def _fit_projection(model: Any, head: Head, prefix: str) -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find the parameter that an attention module passes to the attention interface as `s_aux`.
 
-The source of the module's class says what is passed; evaluating it on the module says which
-parameter that is. Names of parameters play no part.
+A plugin may say so. Else the source of the module's class says what is passed; evaluating it on the
+module says which parameter that is. Names of parameters play no part.
 """
 
 import ast
@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from vllm_tf_sinks import hooks
 
 ARGUMENT = "s_aux"
 
@@ -73,7 +75,7 @@ def find_sinks(model: nn.Module) -> list[Sink]:
     }
     sinks: dict[int, Sink] = {}
     for module_name, module in model.named_modules():
-        if not _dispatches_to_vllm(module) or (owner := _trace(module, owners)) is None:
+        if not _dispatches_to_vllm(module) or (owner := _owner(module, owners)) is None:
             continue
         index = getattr(module, "layer_idx", None)
         if not isinstance(index, int):
@@ -126,6 +128,18 @@ class _Owner:
             yield
         finally:
             self.module._parameters[self.name] = original
+
+
+def _owner(module: nn.Module, owners: dict[int, _Owner]) -> _Owner | None:
+    """Where the parameter is that `module` passes as its sink, by a hook's word or by its source, or None."""
+    if (answer := hooks.plugins().ask("attention_sink", module=module)) is None:
+        return _trace(module, owners)
+    if (owner := owners.get(id(answer.value))) is None:
+        raise SinkError(
+            f"The plugin {answer.plugin!r} of vllm-tf-sinks says that {type(module).__name__} passes as its sink what "
+            f"is no parameter of the model: {type(answer.value).__name__}."
+        )
+    return owner
 
 
 def _trace(module: nn.Module, owners: dict[int, _Owner]) -> _Owner | None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vllm_tf_sinks import vllm_api
+from vllm_tf_sinks import hooks, vllm_api
 from vllm_tf_sinks.sinks.find import Sink, SinkError, find_sinks
 from vllm_tf_sinks.sinks.guards import check_model
 from vllm_tf_sinks.sinks.shard import Heads, heads_of_rank, sink_parameter
@@ -27,9 +27,10 @@ def find_after_pipeline_split(original: Callable[..., Any]) -> Callable[..., Any
     @wraps(original)
     def pipeline_parallel(self: Any) -> None:
         original(self)
-        self.attention_sinks = find_sinks(self)
-        if self.attention_sinks:
-            check_model(self, self.attention_sinks)
+        with hooks.telling_refusal(self, "sinks"):
+            self.attention_sinks = find_sinks(self)
+            if self.attention_sinks:
+                check_model(self, self.attention_sinks)
 
     return pipeline_parallel
 
@@ -109,7 +110,9 @@ class _SinkLayers:
             module = self.model.get_submodule(sink.module_name)
             if not hasattr(module, vllm_api.attention_attribute()):
                 setattr(module, vllm_api.attention_attribute(), layer)
-        logger.info("%s: attention sinks in %d layers", type(self.model.model).__name__, len(self.sinks))
+        name, outcome = type(self.model.model).__name__, f"attention sinks in {len(self.sinks)} layers"
+        logger.info("%s: %s", name, outcome)
+        hooks.plugins().tell(hooks.Decision(name, "sinks", outcome))
 
 
 def _expanded_head_size(text_config: Any) -> int:
