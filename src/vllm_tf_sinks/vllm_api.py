@@ -34,6 +34,23 @@ def unsupported_version() -> str:
     return f"vLLM {version()} is outside the supported range {SUPPORTED}"
 
 
+def device() -> str:
+    """What this vLLM runs on.
+
+    Raises:
+        RuntimeError: if it finds nothing that it runs on.
+    """
+    from vllm.platforms import current_platform
+
+    if current_platform.is_unspecified():
+        raise RuntimeError("this build of vLLM supports none of this machine's")
+    if current_platform.is_cpu():
+        return "CPU"
+    capability = current_platform.get_device_capability()
+    suffix = f", compute capability {capability.as_version_str()}" if capability else ""
+    return f"{current_platform.get_device_name()}{suffix}"
+
+
 def declare_variable(name: str, value: Callable[[], str]) -> None:
     """Make an environment variable known to vLLM.
 

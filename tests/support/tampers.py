@@ -74,3 +74,10 @@ def take_every_head_for_a_projection() -> None:
     from vllm_tf_sinks.head.classify import Kind, Plan
 
     install.classify = lambda head, hidden_size: Plan(Kind.PROJECTION)
+
+
+def lose_a_target() -> None:
+    """Let vLLM have no `pipeline_parallel`, as a version that we do not know."""
+    from vllm.model_executor.models.transformers.base import Base
+
+    del Base.pipeline_parallel

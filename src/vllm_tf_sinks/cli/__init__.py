@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `vllm-tf-sinks`. Importing this imports neither torch nor vLLM; each command does what it needs."""
+
+import argparse
+import os
+from collections.abc import Sequence
+from importlib.metadata import version
+
+from vllm_tf_sinks.cli import doctor, inspect, verify
+
+COMMANDS = {"doctor": doctor, "inspect": inspect, "verify": verify}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status."""
+    parser = argparse.ArgumentParser(
+        prog="vllm-tf-sinks",
+        description="Attention sinks and true output heads for vLLM's Transformers modeling backend.",
+    )
+    parser.add_argument("--version", action="version", version=version("vllm-tf-sinks"))
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for name, command in COMMANDS.items():
+        formatter = argparse.RawDescriptionHelpFormatter
+        text = command.__doc__ or ""
+        sub = commands.add_parser(name, help=text.split("\n")[0], description=text, formatter_class=formatter)
+        sub.add_argument("--json", action="store_true", help="print JSON, for programs")
+        command.add_arguments(sub)
+        sub.set_defaults(run=command.run)
+    options = parser.parse_args(arguments)
+    # Standard output is ours alone
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    status: int = options.run(options)
+    return status

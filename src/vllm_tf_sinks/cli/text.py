@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Text for a terminal: columns that wrap, and a little colour where the terminal takes it."""
+
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Sequence
+
+_COLOURS = {"bold": 1, "red": 31, "green": 32, "yellow": 33}
+_INDENT = "  "
+
+
+def width() -> int:
+    """The columns to fill: those of the terminal, within reason."""
+    return max(60, min(120, shutil.get_terminal_size().columns))
+
+
+def coloured(text: str, colour: str) -> str:
+    """`text` in a colour, or in bold, on a terminal; as it is elsewhere, and under NO_COLOR."""
+    if not sys.stdout.isatty() or "NO_COLOR" in os.environ:
+        return text
+    return f"\x1b[{_COLOURS[colour]}m{text}\x1b[0m"
+
+
+def heading(text: str) -> str:
+    """A line over what follows."""
+    return "\n" + coloured(text, "bold")
+
+
+def columns(rows: Sequence[Sequence[str]]) -> str:
+    """`rows` in aligned columns, the last of which wraps."""
+    sizes = [max(map(len, column)) for column in zip(*(row[:-1] for row in rows), strict=True)]
+    lines = []
+    for row in rows:
+        start = _INDENT + "".join(f"{cell:<{size}}  " for cell, size in zip(row, sizes, strict=False))
+        lines.append(paragraph(row[-1], start))
+    return "\n".join(lines)
+
+
+def paragraph(text: str, start: str = "") -> str:
+    """`text` after `start`, wrapped under itself."""
+    wrapped = textwrap.wrap(
+        text,
+        width(),
+        initial_indent=start,
+        subsequent_indent=" " * len(start),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return "\n".join(wrapped) or start.rstrip()
