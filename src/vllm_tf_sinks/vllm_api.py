@@ -231,3 +231,52 @@ def use_config_of_transformers(model_config: Any) -> None:
     fields.pop("auto_map", None)
     model_config.hf_config = getattr(transformers, name).from_dict(fields)
     model_config.hf_text_config = model_config.hf_config.get_text_config()
+
+
+def configuration(model: str, revision: str | None, trust_remote_code: bool) -> Any:
+    """The ModelConfig with which this vLLM would serve `model` through the Transformers backend.
+
+    Raises:
+        ValueError: if it would refuse to; pydantic's errors are among these.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    arguments = EngineArgs(
+        model,
+        revision=revision,
+        code_revision=revision,
+        trust_remote_code=trust_remote_code,
+        model_impl="transformers",
+        skip_tokenizer_init=True,
+    )
+    return arguments.create_model_config()
+
+
+def sink_by_itself(module: Any) -> Any:
+    """The sink that vLLM finds in an attention module without us: a parameter, or None.
+
+    Raises:
+        ValueError: where it finds that the module passes one, and not which.
+    """
+    if not layers_take_sinks():
+        return None
+    from vllm.model_executor.models.transformers.fusers import AttentionFuser
+
+    fuser = AttentionFuser.match(None, module)
+    return fuser.sinks(module) if fuser else None
+
+
+def names_by_itself(model: Any, config: Any, names: list[str]) -> dict[str, str | None]:
+    """What vLLM calls tensors of a checkpoint without us, by their names there; None is passed over.
+
+    Args:
+        model: the base model, as Transformers builds it from `config`.
+    """
+    from types import SimpleNamespace
+
+    from vllm.model_executor.models.transformers.base import Base
+
+    unbuilt = SimpleNamespace(model=model, config=config, _maybe_apply_model_mapping=lambda: None)
+    Base._create_hf_to_vllm_mapper(unbuilt)
+    mapper: Any = unbuilt.hf_to_vllm_mapper
+    return {name: next(iter(mapper.apply_list([name])), None) for name in names}

@@ -1,13 +1,113 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stub."""
+"""Say how vLLM would serve a model, from its config and code alone: no weights, no GPU.
+
+The exit status is 0 if it would give Hugging Face's logprobs, 3 if it would be refused, 1 if it would be wrong
+(the plugin is off and needed) or cannot be inspected.
+"""
 
 import argparse
+import json
+import re
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from vllm_tf_sinks.cli import text
+from vllm_tf_sinks.settings import read_settings
+
+if TYPE_CHECKING:
+    from vllm_tf_sinks.inspection import HeadReport, Inspection, SinkReport
+    from vllm_tf_sinks.stock import Weight
+
+STATUS = {"right": 0, "wrong": 1, "refused": 3}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Stub."""
+    """Which model, and how it would be served."""
+    parser.add_argument("model", metavar="MODEL", help="a folder or a hub id")
+    parser.add_argument("--revision", help="branch, tag or commit of the hub")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the checkpoint")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N", help="ranks (default: 1)")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Stub."""
-    return 1
+    """Inspect the model, print what was found, and return the exit status."""
+    try:
+        from vllm_tf_sinks.inspection import inspect_model
+
+        report = inspect_model(
+            options.model,
+            read_settings(),
+            options.revision,
+            options.trust_remote_code,
+            options.tensor_parallel_size,
+        )
+    except (OSError, ValueError, ImportError) as error:
+        if options.json:
+            print(json.dumps({"model": options.model, "outcome": "error", "reasons": [str(error)]}, indent=2))
+        else:
+            print(text.paragraph(f"{options.model} cannot be inspected: {error}"), file=sys.stderr)
+        return 1
+    print(json.dumps(asdict(report), indent=2) if options.json else as_text(report))
+    return STATUS[report.outcome]
+
+
+def as_text(report: "Inspection") -> str:
+    """The report for a terminal."""
+    served = f"in {report.dtype} " * bool(report.dtype) + f"on vLLM {report.vllm}"
+    ranks = f", {report.tensor_parallel_size} tensor-parallel ranks" if report.tensor_parallel_size > 1 else ""
+    parts = [text.coloured(f"{report.architecture} {served}{ranks}", "bold")]
+    if report.sinks:
+        parts += [text.heading("Attention sinks"), _sinks(report.sinks, report.tensor_parallel_size)]
+    if report.head:
+        parts += [text.heading(f"Output head: {report.head.kind}"), _head(report.head)]
+    if report.alone or report.outcome == "right":
+        alone = report.alone or ["is right"]
+        parts += [text.heading("vLLM alone"), _list(alone, "✗" if report.alone else "✓")]
+    if report.plugin and report.outcome == "right":
+        parts += [text.heading("The plugin"), _list(report.plugin, "✓")]
+    if report.features and report.outcome == "right":
+        parts += [text.heading("Features"), text.columns(list(report.features.items()))]
+    return "\n".join([*parts, "", _verdict(report)])
+
+
+def _sinks(sinks: "SinkReport", ranks: int) -> str:
+    names = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in sinks.parameters))
+    size = ", ".join(f"{heads} numbers" for heads in sinks.heads)
+    if ranks > 1:
+        size += ", " + ", ".join(map(str, sinks.heads_a_rank)) + " a rank"
+    layers = f"{len(sinks.layers)} of {sinks.of_layers}"
+    if len(sinks.layers) < sinks.of_layers:
+        layers += ": " + ", ".join(map(str, sinks.layers))
+    rows = [("layers", layers), ("parameter", ", ".join(names)), ("each", f"{size}, in {sinks.dtype}")]
+    return text.columns(rows)
+
+
+def _head(head: "HeadReport") -> str:
+    rows = [("class", head.model), *_labelled("steps", head.steps)]
+    return text.columns([*rows, *_labelled("weights", [_weight(weight) for weight in head.weights])])
+
+
+def _weight(weight: "Weight") -> str:
+    if weight.tied_to:
+        return f"{weight.name}, tied to {weight.tied_to}"
+    renamed = weight.in_checkpoint != weight.name
+    return weight.name + (f", in checkpoints {weight.in_checkpoint}" if renamed else "")
+
+
+def _labelled(label: str, lines: list[str]) -> list[tuple[str, str]]:
+    return [(label if index == 0 else "", line) for index, line in enumerate(lines)]
+
+
+def _list(lines: list[str], mark: str) -> str:
+    colour = "green" if mark == "✓" else "red"
+    return "\n".join(text.paragraph(line, f"  {mark} ").replace(mark, text.coloured(mark, colour), 1) for line in lines)
+
+
+def _verdict(report: "Inspection") -> str:
+    if report.outcome == "right":
+        return text.coloured("Served with Hugging Face's logprobs.", "green")
+    word = "Refused" if report.outcome == "refused" else "Wrong"
+    return "\n".join(
+        text.paragraph(reason, f"{word}: ").replace(word, text.coloured(word, "red"), 1) for reason in report.reasons
+    )

@@ -70,8 +70,8 @@ def classify(head: Head, hidden_size: int) -> Plan:
             through its projection exactly once, or answers the same input differently.
     """
     try:
-        with _in_float64(head, hidden_size):
-            return _classify(head, [_random(n, hidden_size) for n in (3, 5, 1)])
+        with in_float64(head, hidden_size):
+            return _classify(head, [random_numbers(n, hidden_size) for n in (3, 5, 1)])
     except HeadError as error:
         raise HeadError(f"{head.name} cannot be served: {error}") from error
 
@@ -208,15 +208,15 @@ def _function(name: str, steps: list[Step], argument: int, result: Slot) -> Call
 
 
 @contextmanager
-def _in_float64(head: Head, hidden_size: int) -> Iterator[None]:
+def in_float64(head: Head, hidden_size: int) -> Iterator[None]:
     """Give the head random weights and a random projection in float64 on the CPU, and take them away again.
 
     The vocabulary's columns repeat those of 61 random ones, so that a large vocabulary costs nothing.
     """
     projection = head.projection
     columns = torch.arange(projection.out_features) % 61
-    weight = _random(projection.in_features, 61)[0]
-    bias = _random(projection.out_features)[0, 0] if projection.has_bias else None
+    weight = random_numbers(projection.in_features, 61)[0]
+    bias = random_numbers(projection.out_features)[0, 0] if projection.has_bias else None
 
     def project(x: Tensor) -> Tensor:
         if x.dtype != torch.float64:
@@ -230,7 +230,7 @@ def _in_float64(head: Head, hidden_size: int) -> Iterator[None]:
     original = projection.project, projection.dtype, projection.device
     try:
         for owner, name, parameter in parameters:
-            values = _random(*parameter.shape).view(parameter.shape) * 0.3
+            values = random_numbers(*parameter.shape).view(parameter.shape) * 0.3
             owner._parameters[name] = torch.nn.Parameter(values, requires_grad=False)
         projection.project, projection.dtype, projection.device = project, torch.float64, torch.device("cpu")
         with torch.device("cpu"), torch.no_grad():
@@ -241,7 +241,7 @@ def _in_float64(head: Head, hidden_size: int) -> Iterator[None]:
             owner._parameters[name] = parameter
 
 
-def _random(*shape: int) -> Tensor:
+def random_numbers(*shape: int) -> Tensor:
     """Standard normal numbers [1, *shape] in float64, the same ones at each start."""
     generator = torch.Generator().manual_seed(sum(shape))
     return torch.randn(1, *shape, generator=generator, dtype=torch.float64, device="cpu")
