@@ -18,9 +18,9 @@ def test_sinks_end_in_float32_and_are_renewed_in_place(vllm, checkpoint, dtype):
     for layer in layers:
         assert layer == {
             "impl": "FlashInferImpl",
-            "parameter": f"torch.{dtype}",
             "kernel": "torch.float32",
             "right": True,
+            "live": True,
             "renewed": True,
             "same_address": True,
         }
@@ -34,5 +34,6 @@ def test_sink_of_another_shape(vllm, checkpoint, dtype):
     for layer in layers:
         assert (layer["impl"], layer["kernel"]) == ("FlashInferImpl", "torch.float32")
         assert layer["right"]
+        assert layer["live"]
         assert layer["renewed"]
         assert layer["same_address"]

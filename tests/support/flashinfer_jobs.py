@@ -15,7 +15,7 @@ class Loaded(Exception):
 
 
 def post_load(checkpoint: str, path: str, fragment: str = "sinks", **engine) -> list[dict]:
-    """The life of each layer's sink through vLLM's post-load step, and through another one after a change.
+    """The life of each layer's sink through vLLM's post-load step, a change, and another post-load step.
 
     Args:
         checkpoint: folder of the model.
@@ -58,13 +58,14 @@ def _look(model, fragment: str) -> list[dict]:
         right = after_load.equal(parameter.flatten().float())
         address = after_load.data_ptr()
         parameter.data.add_(1)
+        live = layer.impl.sinks.equal(parameter.flatten().float())
         layer.process_weights_after_loading(parameter.dtype)
         found.append(
             {
                 "impl": type(layer.impl).__name__,
-                "parameter": str(parameter.dtype),
                 "kernel": str(after_load.dtype),
                 "right": right,
+                "live": live,
                 "renewed": layer.impl.sinks.equal(parameter.flatten().float()),
                 "same_address": layer.impl.sinks.data_ptr() == address,
             }

@@ -84,14 +84,3 @@ def call(function: str, **kwargs):
 
     module, _, name = function.partition(":")
     return getattr(importlib.import_module(module), name)(**kwargs)
-
-
-def reloaded_rows(checkpoint: str, other: str, **engine) -> list:
-    """What `served_rows` gives for `other`, whose weights were loaded into an engine that runs `checkpoint`."""
-    from vllm import LLM
-
-    llm = LLM(checkpoint, **{**ENGINE, **engine})
-    rows_of(llm)
-    llm.collective_rpc("reload_weights", kwargs={"weights_path": other})
-    llm.reset_prefix_cache()
-    return rows_of(llm)

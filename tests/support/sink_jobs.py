@@ -105,8 +105,7 @@ def _sinks(model, fragment: str) -> list[dict]:
             "as_saved": bool((parameter.float().cpu() == saved[name].float()).all()),
             "layer": layer_name,
             "has_sink": layer.has_sink,
-            "kernel_dtype": str(layer.impl.sinks.dtype),
-            "kernel_has_them": bool((layer.impl.sinks == parameter.view(-1).to(layer.impl.sinks.dtype)).all()),
+            "kernel_has_them": layer.impl.sinks.equal(parameter.view(-1)),
             "kernel_shares_them": layer.impl.sinks.data_ptr() == parameter.data_ptr(),
         }
         for (name, parameter), (layer_name, layer) in zip(parameters, layers, strict=True)

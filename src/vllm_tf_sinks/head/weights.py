@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the tensors of a checkpoint that belong to a head go in vLLM's model."""
 
+import inspect
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -21,8 +22,17 @@ PROJECTION = "lm_head"  # and the one that holds its projection
 class Names:
     """Maps names of a checkpoint's tensors to those of vLLM's model."""
 
-    def __init__(self, head: Head, plan: Plan, is_tied: bool) -> None:
+    def __init__(self, head: Head, plan: Plan, is_tied: bool, embedding: str) -> None:
+        """Names for a head that does as `plan` says.
+
+        Args:
+            head: the head.
+            plan: what it uses.
+            is_tied: whether its projection is tied to the input embeddings.
+            embedding: the name of these in the base model.
+        """
         name = head.projection.name
+        self._embedding = f".{embedding}"
         self._prefix = f"{name}."
         # Whatever the ForCausalLM has besides base model and projection: used, or loaded for nothing
         self._names: dict[str, str | None] = {
@@ -39,14 +49,22 @@ class Names:
 
     def __call__(self, name: str) -> str | None:
         """The name in vLLM's model, or None for a tensor that Transformers does not use either."""
-        current = name
-        for renaming in self._renamings:
-            current, _ = renaming.rename_source_key(current)
+        current = self._current(name)
         if current in self._names:
             return self._names[current]
         if current.startswith(self._prefix):
             return f"{PROJECTION}.{current.removeprefix(self._prefix)}"
         return None if any(pattern.search(name) for pattern in self._ignored) else name
+
+    def is_embedding(self, name: str) -> bool:
+        """Whether `name`, which is in a checkpoint, is the input embeddings'."""
+        return f".{self._current(name)}".endswith(self._embedding)
+
+    def _current(self, name: str) -> str:
+        """The name that Transformers gives today to what a checkpoint calls `name`."""
+        for renaming in self._renamings:
+            name, _ = renaming.rename_source_key(name)
+        return name
 
 
 def materialise(head: Head, plan: Plan, dtype: torch.dtype, device: torch.device) -> bool:
@@ -87,44 +105,56 @@ def load(model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
     projection that a checkpoint has a weight of its own for, and another one, for an untied one.
 
     Raises:
-        HeadError: if there is a bias for a head without, or for a tied projection of a running engine.
+        HeadError: if there is a bias for a projection without, or a running engine whose projection is
+            tied is given another weight for it.
     """
     loaded: set[str] = set()
-    untied: list[Any] = []
+    projection = embedding = None
 
     def others() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal projection, embedding
         for name, weight in weights:
             if name == f"{PROJECTION}.bias":
                 _load_bias(model, weight)
                 loaded.add(name)
             elif name == f"{PROJECTION}.weight" and model.output_is_tied:
-                untied.append(_loaded_projection(model, weight))
+                projection = weight
                 loaded.add(name)
             else:
+                if model.output_is_tied and model.output_names.is_embedding(name):
+                    embedding = weight
                 yield name, weight
 
     loaded |= vllm_api.load_weights_of_base(model, others())
-    for projection in untied:
-        if not torch.equal(projection.weight, model.lm_head.weight):
-            projection.bias = model.lm_head.bias
-            model.lm_head = projection
+    if projection is not None and (embedding is None or not torch.equal(projection, embedding)):
+        _untie(model, projection)
+    elif embedding is not None and model.lm_head.weight.is_meta:
+        # A reload prepares a layer for its kernel only where it was loaded itself
+        model.lm_head.weight.weight_loader(model.lm_head.weight, embedding)
     return loaded
 
 
 def _load_bias(model: Any, weight: torch.Tensor) -> None:
     if (bias := model.lm_head.bias) is None:
         raise HeadError(f"The checkpoint has a bias for the projection of {model.own_head.name}, which has none.")
-    # In a reload vLLM would write memory that it takes for the tied weight over the embeddings
-    if model.output_is_tied and model.lm_head.weight.is_meta:
+    # In a reload vLLM takes a layer with one weight loaded for a layer that all are loaded of, and writes
+    # over the embeddings what it has for the tied one. The loader beneath its own fills the bias alone.
+    loader = inspect.unwrap(bias.weight_loader) if model.output_is_tied else bias.weight_loader
+    loader(bias, weight)
+
+
+def _untie(model: Any, weight: torch.Tensor) -> None:
+    """Give the model a projection of its own, with `weight` [V, H]."""
+    if model.lm_head.weight.is_meta:
         raise HeadError(
-            f"vLLM cannot reload the bias of {model.own_head.name}'s projection in a running engine, as its weight is "
-            "tied to the input embeddings. Start the engine anew, or use a checkpoint with tie_word_embeddings=false."
+            f"The projection of {model.own_head.name} is tied to the input embeddings in this engine, and the weights "
+            "that it is to reload untie it. Start an engine with them."
         )
-    bias.weight_loader(bias, weight)
-
-
-def _loaded_projection(model: Any, weight: torch.Tensor) -> Any:
     vocabulary, size = weight.shape
     projection = vllm_api.make_lm_head(model, vocabulary, size, model.model_config.dtype)
+    vllm_api.record_for_reload(projection)
     projection.weight.weight_loader(projection.weight, weight)
-    return projection
+    projection.bias = model.lm_head.bias
+    model.lm_head = projection
+    model.output_is_tied = False
+    vllm_api.load_lm_head(model)

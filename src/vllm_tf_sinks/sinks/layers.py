@@ -83,7 +83,6 @@ class _SinkLayers:
         heads = self.heads[index]
         if size := _expanded_head_size(self.model.text_config):
             kwargs["head_size"] = size
-        # The parameter itself where it can be: offloading and the like give that new memory
         sinks = parameter if parameter.dim() == 1 else parameter.view(-1)
         kwargs |= {"sinks": sinks, "num_heads": heads.query, "num_kv_heads": heads.key_value}
         try:
@@ -95,6 +94,9 @@ class _SinkLayers:
                 f"Attention layer {kwargs['prefix']} cannot be built with its sink {sink.parameter_name}: "
                 f"{error}. Attention backends that take sinks: {', '.join(vllm_api.backends_with_sinks())}."
             ) from error
+        # A kernel reads the parameter itself, not a copy of it that would have to follow each reload
+        parameter.data = parameter.data.to(vllm_api.sink_dtype(layer.attn_backend.get_name(), parameter.dtype))
+        sinks.data = parameter.data.view(-1)
         self.built[index] = layer
         return layer
 
@@ -106,7 +108,6 @@ class _SinkLayers:
         for index, sink in self.sinks.items():
             if (layer := self.built.get(index)) is None:
                 raise SinkError(f"vLLM built no attention layer for the sink {sink.parameter_name}.")
-            _hand_over(layer, getattr(self.model.get_submodule(sink.owner_name), sink.name))
             module = self.model.get_submodule(sink.module_name)
             if not hasattr(module, vllm_api.attention_attribute()):
                 setattr(module, vllm_api.attention_attribute(), layer)
@@ -120,21 +121,3 @@ def _expanded_head_size(text_config: Any) -> int:
     if getattr(text_config, "kv_lora_rank", None) is None:
         return 0
     return int(text_config.qk_nope_head_dim + text_config.qk_rope_head_dim)
-
-
-def _hand_over(layer: Any, parameter: nn.Parameter) -> None:
-    """Give the kernel a copy of its sink where it does not take the parameter's dtype or shape.
-
-    The copy is renewed in place by the post-load step, after each load.
-    """
-    dtype = vllm_api.sink_dtype(layer.attn_backend.get_name(), parameter.dtype)
-    if dtype == parameter.dtype and parameter.dim() == 1:
-        return
-    copy = layer.impl.sinks = parameter.data.view(-1).to(dtype, copy=True)
-    post_load = layer.process_weights_after_loading
-
-    def process_weights_after_loading(act_dtype: torch.dtype) -> None:
-        copy.copy_(parameter.data.view(-1))
-        post_load(act_dtype)
-
-    layer.process_weights_after_loading = process_weights_after_loading
