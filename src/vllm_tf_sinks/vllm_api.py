@@ -113,6 +113,25 @@ def sink_dtype(backend_name: str, dtype: "torch.dtype") -> "torch.dtype":
     return torch.float32 if takes_float32 else torch.bfloat16
 
 
+def misread_cache(model: Any) -> str:
+    """The dtype of a KV cache that ordinary attention on the CPU would misread, or "".
+
+    Its kernels take the dtypes that the backend names. Anything else they read as if it were the model's
+    dtype, which is right only where that has the same size. Other platforms choose a backend by it.
+    """
+    import torch
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu() or model.model_config.use_mla:
+        return ""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    name: str = model.cache_config.cache_dtype
+    dtype = getattr(torch, name, None)
+    fits = isinstance(dtype, torch.dtype) and dtype.itemsize == model.model_config.dtype.itemsize
+    return "" if fits or name in CPUAttentionBackend.supported_kv_cache_dtypes else name
+
+
 def forget_mla_block_size(cache_config: Any) -> None:
     """Undo the block size that the CPU platform sets for MLA, which its ordinary attention does not take.
 

@@ -15,7 +15,8 @@ CATALOGUE = (
         targets=(f"{vllm_api.BACKEND}.base:Base._patch_config",),
         parameters=("self",),
         replacement="vllm_tf_sinks.sinks.guards:refuse_by_config",
-        why="models whose sinks belong to no ordinary attention fail in the dark while they are built",
+        why="models whose sinks belong to no ordinary attention fail in the dark while they are built, and the CPU "
+        "misreads a KV cache whose dtype has another size than the model's",
         has=_always_needed,
         upstream="none yet",
         until="vLLM refuses them by name, or serves them",

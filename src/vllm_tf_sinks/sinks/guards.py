@@ -31,13 +31,19 @@ def refuse_by_config(original: Callable[..., Any]) -> Callable[..., Any]:
 
     Raises:
         SinkError: naming the model, if it is one of `STRANGE_ATTENTION`.
+        ValueError: if the CPU would misread the model's KV cache, whether or not it has sinks.
     """
 
     @wraps(original)
     def _patch_config(self: Any) -> None:
+        name = ", ".join(self.config.architectures or [self.text_config.model_type])
         if what := STRANGE_ATTENTION.get(self.text_config.model_type):
-            name = ", ".join(self.config.architectures or [self.text_config.model_type])
             raise _not_ordinary(name, what)
+        if cache := vllm_api.misread_cache(self):
+            raise ValueError(
+                f"{name} would be wrong with kv_cache_dtype={cache}, which attention on the CPU reads as "
+                f"{self.model_config.dtype}. Use kv_cache_dtype=auto."
+            )
         original(self)
 
     return _patch_config

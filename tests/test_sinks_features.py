@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sinks together with what an engine does to a prompt and to its KV cache: chunks, prefix hits, windows, dtypes."""
+
+import numpy as np
+import pytest
+from support import jobs
+from support.feature_jobs import BUDGET, FP8, PROMPTS
+from support.zygote import JobError
+
+EXACT = 5e-5  # float32, over prompts of 70 tokens
+DROPPED = 1.0  # at the least, without the sinks
+
+# Every expert is active: a router that rounds would choose another one for a row now and then
+MODELS = {"gpt_oss": {"num_experts_per_tok": 4}, "granite_swa": {}}
+# Prompts have 5 to 70 tokens, so that these windows are shorter than all, than most and than one
+CASES = [("float32", 4), ("float32", 8), ("float32", 64), ("float16", 8), ("bfloat16", 8)]
+
+
+def reference(vllm, folder, served, dtype="float32"):
+    sequences = [[*prompt, *new] for prompt, new, *_ in served]
+    return vllm.run("support.jobs:reference_rows", checkpoint=folder, sequences=sequences, dtype=dtype)
+
+
+def furthest(served, expected) -> tuple[float, float]:
+    """The largest difference of log-softmax rows, of the prompts and of what was generated."""
+    prompts = decoded = 0.0
+    for (prompt, _, decode_rows, prompt_rows, _), rows in zip(served, expected, strict=True):
+        last = len(prompt) - 1
+        decoded = max(decoded, float(np.abs(decode_rows - rows[last:-1]).max()))
+        if prompt_rows is not None:
+            prompts = max(prompts, float(np.abs(prompt_rows - rows[:last]).max()))
+    return prompts, decoded
+
+
+@pytest.mark.parametrize(("dtype", "window"), CASES)
+@pytest.mark.parametrize("name", MODELS)
+def test_chunks_prefix_hits_and_windows(vllm, checkpoint, name, dtype, window):
+    folder = checkpoint(vllm, name, sliding_window=window, **MODELS[name])
+    cache = {} if dtype == "float32" else {"kv_cache_dtype": dtype}
+    served = vllm.run("support.feature_jobs:served", checkpoint=folder, dtype=dtype, **cache)
+    assert served["largest_step"] == BUDGET  # longer prompts were computed in chunks
+    assert [hits for *_, hits in served["first"]] == [0, 0, 0, 0]  # prompt logprobs are not cached
+    assert [hits for *_, hits in served["cached"]] == [64, 32, 0, 0]
+
+    runs = [*served["first"], *served["cached"], *served["dropped"]]
+    expected = reference(vllm, folder, runs)
+    kept, dropped = slice(0, 2 * len(PROMPTS)), slice(2 * len(PROMPTS), None)
+    tolerance = EXACT
+    if dtype != "float32":
+        # Hugging Face's own distance from float32; vLLM rounds as often, elsewhere
+        rounded = reference(vllm, folder, runs[kept], dtype)
+        tolerance = 3 * max(np.abs(a - b).max() for a, b in zip(rounded, expected[kept], strict=True))
+    assert tolerance < DROPPED
+    assert max(furthest(runs[kept], expected[kept])) < tolerance
+    assert furthest(runs[dropped], expected[dropped])[1] > DROPPED
+
+
+def test_reload_of_float16_renews_the_sinks(vllm, checkpoint):
+    """The CPU kernel takes no float16 sinks; a vLLM that finds sinks itself casts them once, and never again."""
+    first, second = (checkpoint(vllm, "gpt_oss", seed=seed) for seed in (0, 1))
+    cold = vllm.run("support.jobs:served_rows", checkpoint=second, dtype="float16")
+    reload = {"checkpoint": first, "others": [second], "dtype": "float16"}
+    stock, warm = (
+        vllm.run("support.reload_jobs:reloaded_rows", env={"VLLM_TF_SINKS": value}, **reload) for value in ("0", "1")
+    )
+    assert all(np.array_equal(a, b) for a, b in pairs(cold, warm))
+    assert max(np.abs(a - b).max() for a, b in pairs(cold, stock)) > DROPPED
+
+
+def pairs(served, others):
+    for (_, *rows), (_, *other_rows) in zip(served, others, strict=True):
+        yield from zip(rows, other_rows, strict=True)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", FP8)
+def test_fp8_cache(vllm, checkpoint, difference, kv_cache_dtype):
+    """Compared with Hugging Face whose keys and values are rounded alike; vLLM's own kernels may round once more."""
+    folder = checkpoint(vllm, "granite_swa")
+    if not vllm.run("support.feature_jobs:has_fp8_kernels"):
+        with pytest.raises(JobError, match="FP8 KV cache on CPU requires x86 with AVX-512 or AMX"):
+            difference(vllm, folder, kv_cache_dtype=kv_cache_dtype)
+        return
+    serve = {"checkpoint": folder, "kv_cache_dtype": kv_cache_dtype}
+    assert fp8_difference(vllm, **serve) < DROPPED / 2
+    assert fp8_difference(vllm, tamper="support.tampers:drop_sinks", **serve) > DROPPED
+
+
+def fp8_difference(vllm, checkpoint, kv_cache_dtype, tamper="") -> float:
+    served = vllm.run("support.jobs:served_rows", checkpoint=checkpoint, kv_cache_dtype=kv_cache_dtype, tamper=tamper)
+    rows = [(prompt, *each, 0) for prompt, each in zip(jobs.PROMPTS, served, strict=True)]
+    expected = vllm.run(
+        "support.feature_jobs:fp8_reference_rows",
+        checkpoint=checkpoint,
+        sequences=[[*prompt, *new] for prompt, new, *_ in rows],
+        kv_cache_dtype=kv_cache_dtype,
+        module="transformers.models.granite_swa.modeling_granite_swa",
+    )
+    return max(furthest(rows, expected))
+
+
+@pytest.mark.parametrize(("name", "architecture"), [("gpt_oss", "GptOssForCausalLM"), ("llama", "LlamaForCausalLM")])
+def test_cache_that_the_cpu_misreads_is_refused(vllm, checkpoint, difference, name, architecture):
+    folder = checkpoint(vllm, name)
+    with pytest.raises(JobError, match=f"{architecture} would be wrong with kv_cache_dtype=float16.* as torch.float32"):
+        difference(vllm, folder, kv_cache_dtype="float16")
+
+
+def test_vllm_serves_a_cache_that_it_misreads(vllm, checkpoint, difference):
+    """Where this fails, vLLM has mended or refuses it: the refusal above can go."""
+    folder = checkpoint(vllm, "llama")
+    assert difference(vllm, folder, env={"VLLM_TF_SINKS": "0"}, kv_cache_dtype="float16") > DROPPED
