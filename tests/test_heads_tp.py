@@ -11,3 +11,13 @@ CLOSE = 1e-4
 def test_logprobs_equal_hugging_face(vllm, checkpoint, difference, name):
     folder = checkpoint(vllm, name, tie_word_embeddings=False)
     assert difference(vllm, folder, job="support.tp_jobs:served_by_two", env=ENV) < CLOSE
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_shares_of_a_batch_equal_the_gathered_logits(vllm, checkpoint, name):
+    shares = vllm.run("support.batch_shard_jobs:shares", env=ENV, checkpoint=checkpoint(vllm, name))
+    vocabulary = 128
+    assert [share["shape"] for share in shares] == [(3, vocabulary), (2, vocabulary)]
+    for share in shares:
+        assert share["equal"]
+        assert share["spread"] > 0.1

@@ -3,20 +3,20 @@
 
 import multiprocessing
 import os
+from contextlib import contextmanager
 
 from support.jobs import served_rows
 
 ENV = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 
 
-def served_by_two(checkpoint: str, start: str = "fork", **engine) -> list:
-    """What `served_rows` gives with a tensor-parallel size of 2.
+@contextmanager
+def two_workers(start: str = "fork"):
+    """Within the context an engine with a tensor-parallel size of 2 can be started.
 
     Args:
-        checkpoint: folder of the model.
         start: how processes are started. vLLM's CPU platform wants `spawn`, which imports vLLM anew in
             each; what this process has imported can be forked as well.
-        engine: arguments of `LLM`.
     """
     from vllm.platforms.cpu import CpuPlatform
 
@@ -28,8 +28,20 @@ def served_by_two(checkpoint: str, start: str = "fork", **engine) -> list:
 
     CpuPlatform.check_and_update_config = staticmethod(with_start)
     try:
-        return served_rows(checkpoint, tensor_parallel_size=2, **engine)
+        yield
     finally:
         for process in multiprocessing.active_children():
             process.terminate()
             process.join(10)
+
+
+def served_by_two(checkpoint: str, start: str = "fork", **engine) -> list:
+    """What `served_rows` gives with a tensor-parallel size of 2.
+
+    Args:
+        checkpoint: folder of the model.
+        start: how processes are started.
+        engine: arguments of `LLM`.
+    """
+    with two_workers(start):
+        return served_rows(checkpoint, tensor_parallel_size=2, **engine)
