@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 BACKEND = "vllm.model_executor.models.transformers"
+LARGEST_VOCABULARY_OF_ADAPTERS = 258_048  # LoRA starts with no larger projection
 SUPPORTED = SpecifierSet(">=0.27.1,<0.34", prereleases=True)
 
 
@@ -190,6 +191,11 @@ def is_pooling(model: Any) -> bool:
 
 
 def is_draft(model: Any) -> bool:
+def has_adapters(model: Any) -> bool:
+    """Whether a model computes logits and is served with LoRA adapters."""
+    return model.vllm_config.lora_config is not None and not is_pooling(model)
+
+
     """Whether `model` is the draft of another, whose `lm_head` it is given (from vLLM 0.33)."""
     return any(cls.__name__ == "MTPMixin" for cls in type(model).__mro__)
 
@@ -245,6 +251,36 @@ def use_config_of_transformers(model_config: Any) -> None:
     config = model_config.hf_config
     name = CONFIG_MAPPING_NAMES.get(config.model_type)
     if name is None or not type(config).__module__.startswith("vllm."):
+def adapts_by_name_alone() -> bool:
+    """Whether LoRA goes by the names of modules alone, whatever they are (up to vLLM 0.28)."""
+    import inspect
+
+    from vllm.lora.utils import is_supported_lora_module
+
+    return "module" not in inspect.signature(is_supported_lora_module).parameters
+
+
+def refusal_of_output_adapters(model: Any, vocabulary: int) -> str:
+    """Why LoRA cannot adapt the projection of a model to its vocabulary, or ""."""
+    if hasattr(model, "get_mm_mapping"):
+        return "LoRA adapts a multimodal model's language model only, and vLLM's lm_head is outside it"
+    if vocabulary > LARGEST_VOCABULARY_OF_ADAPTERS:
+        return f"LoRA adapts no projection to more than {LARGEST_VOCABULARY_OF_ADAPTERS} tokens"
+    return ""
+
+
+def with_output_embeddings(embedding_modules: Any, name: str) -> Any:
+    """A model's `embedding_modules` with those of the output: a list up to vLLM 0.30, a mapping since."""
+    if isinstance(embedding_modules, dict):
+        return {**embedding_modules, name: "output_embeddings"}
+    return [*embedding_modules, name]
+
+
+def renaming_first(renaming: Any, mapper: Any) -> Any:
+    """A WeightsMapper that renames by the `rename_source_key` of `renaming`, and then as `mapper` does."""
+    return type(mapper)(orig_to_new_renaming=[renaming]) | mapper
+
+
         return
     fields = config.to_dict()
     fields.pop("auto_map", None)

@@ -25,8 +25,12 @@ def served_rows(checkpoint: str, tamper: str = "", **engine) -> list[tuple[list[
     return rows_of(LLM(checkpoint, **{**ENGINE, **engine}))
 
 
-def rows_of(llm) -> list[tuple[list[int], np.ndarray, np.ndarray]]:
-    """For each prompt, what `served_rows` returns."""
+def rows_of(llm, prompts=PROMPTS, adapters=None) -> list[tuple[list[int], np.ndarray, np.ndarray]]:
+    """For each prompt, what `served_rows` returns.
+
+    Args:
+        adapters: a LoRARequest or None for each.
+    """
     from vllm import SamplingParams
 
     vocabulary = llm.llm_engine.model_config.get_vocab_size()
@@ -38,7 +42,7 @@ def rows_of(llm) -> list[tuple[list[int], np.ndarray, np.ndarray]]:
         ignore_eos=True,
         detokenize=False,
     )
-    outputs = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], sampling, use_tqdm=False)
+    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], sampling, use_tqdm=False, lora_request=adapters)
 
     def rows(entries) -> np.ndarray:
         table = np.full((len(entries), vocabulary), -np.inf)

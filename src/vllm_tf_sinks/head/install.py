@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from vllm_tf_sinks import hooks, vllm_api
+from vllm_tf_sinks.head import lora
 from vllm_tf_sinks.head import weights as head_weights
 from vllm_tf_sinks.head.build import Head, build_head, causal_lm_class, tied_to
 from vllm_tf_sinks.head.classify import Kind, as_written, classify
 from vllm_tf_sinks.head.positions import shift_positions
-from vllm_tf_sinks.head.run import connect, local_logits_function, logits_function
+from vllm_tf_sinks.head.run import connect, keeps_shards, local_logits_function, logits_function
 from vllm_tf_sinks.head.standin import HeadError
 
 logger = logging.getLogger("vllm.tf_sinks")
@@ -116,6 +117,7 @@ def _install(model: Any, prefix: str) -> None:
     shift_positions(model)
     if vllm_api.is_pooling(model) or not model.pp_group.is_last_rank:
         model.output_names = head_weights.Names(head, as_written(head), model.output_is_tied)
+    is_adapted = vllm_api.has_adapters(model) and lora.take_adapters(model, head)
         setattr(model, head_weights.MODULE, vllm_api.missing_layer())
         return
     with hooks.telling_refusal(model, "head"), _with_advice():
@@ -127,12 +129,14 @@ def _install(model: Any, prefix: str) -> None:
     if plan.kind is not Kind.PROJECTION:
         connect(head, model)
         model.compute_logits = logits_function(model, head, plan)
-    if plan.kind is not Kind.WHOLE and vllm_api.projects_without_gather():
+    if plan.kind is not Kind.WHOLE and keeps_shards(model):
         model.compute_logits_local = local_logits_function(model, plan)
     logger.info("%s: output head: %s", head.name, plan.describe())
     hooks.plugins().tell(hooks.Decision(type(model.model).__name__, "head", plan.describe()))
 
 
+    if is_adapted:
+        model.compute_logits = lora.with_prompt_rows(model, model.compute_logits)
 def _fit_projection(model: Any, head: Head, prefix: str) -> None:
     """Make vLLM's `lm_head` what the head's projection is: its sizes, its dtype, its bias."""
     projection, config = head.projection, model.text_config
@@ -143,7 +147,7 @@ def _fit_projection(model: Any, head: Head, prefix: str) -> None:
         model.lm_head = vllm_api.make_lm_head(model, *sizes, dtype, prefix)
         if float32:
             model.logits_processor.head_dtype = torch.float32
-    model.logits_processor.org_vocab_size = projection.out_features
+    model.logits_processor.org_vocab_size = model.logits_processor.vocab_size = projection.out_features
     # Fields of the config that the head's own code honours, or Transformers ignores
     model.logits_processor.scale, model.logits_processor.soft_cap = 1.0, None
     if projection.has_bias and model.lm_head.bias is None:

@@ -47,6 +47,11 @@ def logits_function(model: Any, head: Head, plan: Plan) -> Callable[..., Tensor 
     return _whole(model, head, plan)
 
 
+def keeps_shards(model: Any) -> bool:
+    """Whether each rank can be left its shard of the logits: the logits processor that LoRA puts in gathers them."""
+    return vllm_api.projects_without_gather() and not vllm_api.has_adapters(model)
+
+
 def local_logits_function(model: Any, plan: Plan) -> Callable[..., Tensor]:
     """`compute_logits_local`, by which vLLM samples each rank's share of a batch: for any plan but the whole.
 
@@ -73,11 +78,10 @@ def _elementwise(model: Any, plan: Plan) -> Callable[..., Tensor | None]:
 
     def compute_sharded_logits(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor | None:
         processor = model.logits_processor
-        gather = getattr(processor, "base_layer", processor)._gather_logits  # LoRA wraps the processor
-        logits = gather(compute_logits_local(hidden_states))
+        logits = processor._gather_logits(compute_logits_local(hidden_states))
         return logits if logits is None else logits[..., : processor.org_vocab_size]
 
-    sharded = model.tp_group.world_size > 1 and vllm_api.projects_without_gather()
+    sharded = model.tp_group.world_size > 1 and keeps_shards(model)
     return compute_sharded_logits if sharded else compute_logits
 
 

@@ -95,4 +95,17 @@ CATALOGUE = (
         upstream="none yet",
         until="vLLM runs the model's own head",
     ),
+    Patch(
+        name="head.embedding_adapters",
+        targets=(
+            "vllm.lora.layers.vocab_parallel_embedding:VocabParallelEmbeddingWithLoRA.forward",
+            "vllm.lora.layers.vocal_parallel_embedding:VocabParallelEmbeddingWithLoRA.forward",
+        ),
+        parameters=("self", "x"),
+        replacement="vllm_tf_sinks.head.lora:embed_flat",
+        why="the Transformers backend embeds a batch [1, N], of which every token gets the first one's adapter",
+        has=vllm_api.runs_own_heads,
+        upstream="none yet",
+        until="vLLM's LoRA embeds tokens of any shape",
+    ),
 )

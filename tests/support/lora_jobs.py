@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Jobs about adapters: peft makes them and says what is right, vLLM serves several in one batch."""
+
+from pathlib import Path
+
+import numpy as np
+
+from support.jobs import ENGINE, NEW_TOKENS, PROMPTS, rows_of
+from support.tp_jobs import two_workers
+
+RANK = 8
+
+
+def adapted_rows(
+    checkpoint: str, adapters: list[str], targets: list[str], names: tuple[str, ...] = (), merge: bool = True
+) -> list:
+    """Save a random adapter to each folder of `adapters`, and evaluate Hugging Face's model with it, and without any.
+
+    Args:
+        targets: the modules that are adapted.
+        names: what each adapter calls the projection, where that is not what the model calls it.
+        merge: merge an adapter into the weights; else it runs beside them.
+
+    Returns:
+        For each adapter and for none, for each prompt: new tokens [N], decode rows [N, V], prompt rows [T - 1, V].
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    results = []
+    for seed, folder in enumerate([*adapters, None]):
+        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager")
+        if folder:
+            projection = next(name for name, m in model.named_modules() if m is model.get_output_embeddings())
+            model = _adapted(model, folder, targets, seed)
+            if names:
+                _rename(folder, f".{projection}.lora_", f".{names[seed]}.lora_")
+            if merge:
+                model = model.merge_and_unload()
+        results.append([_greedy(model.eval(), prompt) for prompt in PROMPTS])
+    return results
+
+
+def _adapted(model, folder: str, targets: list[str], seed: int):
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(model, LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=targets))
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_" in name:
+                parameter.copy_(0.15 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    return model
+
+
+def _rename(folder: str, old: str, new: str) -> None:
+    from safetensors.torch import load_file, save_file
+
+    path = Path(folder) / "adapter_model.safetensors"
+    tensors = load_file(path)
+    assert any(old in name for name in tensors), f"none of {sorted(tensors)} has {old}"
+    save_file({name.replace(old, new): tensor for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+
+
+def _greedy(model, prompt: list[int]) -> tuple[list[int], np.ndarray, np.ndarray]:
+    import torch
+
+    tokens = list(prompt)
+    with torch.no_grad():
+        for _ in range(NEW_TOKENS):
+            rows = torch.log_softmax(model(torch.tensor([tokens]), use_cache=False).logits[0].double(), -1).numpy()
+            tokens.append(int(rows[-1].argmax()))
+    last = len(prompt) - 1
+    return tokens[len(prompt) :], rows[last:], rows[:last]
+
+
+def served_rows(checkpoint: str, adapters: list[str], **engine) -> list:
+    """What `adapted_rows` returns, by one batch of one engine."""
+    from vllm import LLM
+    from vllm.lora.request import LoRARequest
+
+    lora = {
+        "enable_lora": True,
+        "max_lora_rank": RANK,
+        # Up to 0.32 the CPU's kernels take the last one's weights for requests without an adapter: it stays empty
+        "max_loras": len(adapters) + 1,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 16,  # the longest prompts are cut, and run beside requests that decode
+    }
+    llm = LLM(checkpoint, **{**ENGINE, **lora, **engine})
+    choices = [LoRARequest(folder, number, folder) for number, folder in enumerate(adapters, 1)] + [None]
+    requests = [(prompt, adapter) for adapter in choices for prompt in PROMPTS]
+    rows = rows_of(llm, *map(list, zip(*requests, strict=True)))
+    return [rows[i : i + len(PROMPTS)] for i in range(0, len(rows), len(PROMPTS))]
+
+
+def served_by_two(checkpoint: str, adapters: list[str], **engine) -> list:
+    """What `served_rows` returns with a tensor-parallel size of 2."""
+    with two_workers():
+        return served_rows(checkpoint, adapters, tensor_parallel_size=2, **engine)
