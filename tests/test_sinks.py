@@ -8,7 +8,7 @@ EXACT = 1e-5
 DROPPED = 0.05
 DROP = "support.tampers:drop_sinks"
 
-MODELS = ["gpt_oss", "granite_swa", "granitemoe_swa"]
+MODELS = ["gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash"]
 FORMS = ["plain", "cast", "local", "holder"]
 
 

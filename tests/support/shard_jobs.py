@@ -34,7 +34,7 @@ def place(
     sink = Sink("model.layers.0.self_attn", 0, "model.layers.0.self_attn", "sinks", shape)
     check_divisible(sink, ranks)
     _project(module, projection, rank, ranks, key_value_heads)
-    heads = heads_of_rank(sink, module, rank, ranks)
+    heads = heads_of_rank(sink.module_name, module, HEADS, rank, ranks)
     parameter = sink_parameter(sink, heads, getattr(torch, dtype), torch.device("cpu"))
     parameter.weight_loader(parameter, torch.arange(HEADS if loaded is None else torch.Size(loaded).numel()))
     return {

@@ -75,7 +75,7 @@ def find_sinks(model: nn.Module) -> list[Sink]:
     }
     sinks: dict[int, Sink] = {}
     for module_name, module in model.named_modules():
-        if not _dispatches_to_vllm(module) or (owner := _owner(module, owners)) is None:
+        if not dispatches_to_vllm(module) or (owner := _owner(module, owners)) is None:
             continue
         index = getattr(module, "layer_idx", None)
         if not isinstance(index, int):
@@ -99,7 +99,7 @@ _ADVICE = (
 )
 
 
-def _dispatches_to_vllm(module: nn.Module) -> bool:
+def dispatches_to_vllm(module: nn.Module) -> bool:
     """Whether `module` looks up vLLM's attention function: the encoders of a multimodal model do not."""
     implementation = getattr(getattr(module, "config", None), "_attn_implementation", None)
     return isinstance(implementation, str) and implementation.startswith("vllm")

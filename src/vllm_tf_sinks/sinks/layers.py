@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from vllm_tf_sinks import hooks, vllm_api
-from vllm_tf_sinks.sinks.find import Sink, SinkError, find_sinks
+from vllm_tf_sinks.sinks.find import Sink, SinkError, dispatches_to_vllm, find_sinks
 from vllm_tf_sinks.sinks.guards import check_model
 from vllm_tf_sinks.sinks.shard import Heads, heads_of_rank, sink_parameter
 
@@ -52,13 +52,23 @@ def build_with_sinks(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _SinkLayers:
-    """The attention layers of one model that take a sink."""
+    """The attention layers of one model of which some take a sink."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
         self.sinks = {sink.layer_index: sink for sink in model.attention_sinks}
-        self.heads = {index: self._place(sink) for index, sink in self.sinks.items()}
+        # Layers without a sink may have other heads than the config says, too
+        self.heads = {
+            module.layer_idx: self._heads(name, module, model.text_config.num_attention_heads)
+            for name, module in model.named_modules()
+            if dispatches_to_vllm(module) and hasattr(module, "num_key_value_groups")
+        }
+        self.heads |= {index: self._place(sink) for index, sink in self.sinks.items()}
         self.built: dict[int, nn.Module] = {}
+
+    def _heads(self, name: str, module: Any, num_heads: int) -> Heads:
+        group = self.model.tp_group
+        return heads_of_rank(name, module, num_heads, group.rank_in_group, group.world_size)
 
     def _place(self, sink: Sink) -> Heads:
         """Put this rank's slice of `sink` into the model, in place of the meta tensor or of vLLM's own slice.
@@ -66,8 +76,7 @@ class _SinkLayers:
         vLLM's (from 0.30) is the same size in most models, but loads any tensor that is long enough.
         """
         model, owner = self.model, self.model.get_submodule(sink.owner_name)
-        group = model.tp_group
-        heads = heads_of_rank(sink, model.get_submodule(sink.module_name), group.rank_in_group, group.world_size)
+        heads = self._heads(sink.module_name, model.get_submodule(sink.module_name), sink.num_heads)
         float32 = vllm_api.is_kept_in_float32(model.model, sink.parameter_name)
         dtype = torch.float32 if float32 else model.model_config.dtype
         device = model.device_config.device
@@ -75,16 +84,16 @@ class _SinkLayers:
         return heads
 
     def build(self, layer_class: Callable[..., nn.Module], **kwargs: Any) -> Any:
-        """Build the attention layer `kwargs["prefix"]` with its sink, if it has one."""
+        """Build the attention layer `kwargs["prefix"]` with its heads, and its sink if it has one."""
         index = int(re.findall(r"\d+", kwargs["prefix"])[-1])
+        if heads := self.heads.get(index):
+            kwargs |= {"num_heads": heads.query, "num_kv_heads": heads.key_value}
         if (sink := self.sinks.get(index)) is None:
             return layer_class(**kwargs)
         parameter: nn.Parameter = getattr(self.model.get_submodule(sink.owner_name), sink.name)
-        heads = self.heads[index]
         if size := _expanded_head_size(self.model.text_config):
             kwargs["head_size"] = size
-        sinks = parameter if parameter.dim() == 1 else parameter.view(-1)
-        kwargs |= {"sinks": sinks, "num_heads": heads.query, "num_kv_heads": heads.key_value}
+        kwargs["sinks"] = sinks = parameter if parameter.dim() == 1 else parameter.view(-1)
         try:
             layer: Any = layer_class(**kwargs)
             if getattr(layer.impl, "sinks", None) is None:

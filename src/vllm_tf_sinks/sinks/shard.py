@@ -39,11 +39,18 @@ def check_divisible(sink: Sink, ranks: int) -> None:
         )
 
 
-def heads_of_rank(sink: Sink, module: nn.Module, rank: int, ranks: int) -> Heads:
-    """The heads of `module` that this rank computes, once vLLM has replaced its projections.
+def heads_of_rank(name: str, module: nn.Module, num_heads: int, rank: int, ranks: int) -> Heads:
+    """The heads of an attention module that this rank computes, once vLLM has replaced its projections.
 
     They are sharded if a projection of the module is: a model without a tensor-parallel plan whose
     projections vLLM could not fuse is computed whole by every rank.
+
+    Args:
+        name: the module's.
+        module: the module.
+        num_heads: its query heads, over all ranks.
+        rank: this rank in its tensor-parallel group.
+        ranks: the size of that.
 
     Raises:
         SinkError: if the key-value heads do not divide over the ranks, and no fused projection copies them.
@@ -51,16 +58,16 @@ def heads_of_rank(sink: Sink, module: nn.Module, rank: int, ranks: int) -> Heads
     from vllm.model_executor.layers.linear import ColumnParallelLinear, QKVParallelLinear
 
     groups = getattr(module, "num_key_value_groups", 1)  # query heads a key-value head, over all ranks
-    key_value = sink.num_heads // groups
+    key_value = num_heads // groups
     columns = [m for m in module.modules() if isinstance(m, ColumnParallelLinear) and not m.gather_output]
     if ranks == 1 or not columns:
-        return Heads(0, sink.num_heads, key_value)
+        return Heads(0, num_heads, key_value)
     if key_value % ranks and not any(isinstance(m, QKVParallelLinear) for m in columns):
         raise SinkError(
-            f"{sink.module_name} has {key_value} key-value heads, which tensor_parallel_size={ranks} does "
+            f"{name} has {key_value} key-value heads, which tensor_parallel_size={ranks} does "
             "not divide, and vLLM could not fuse its projections to give each rank a copy of one."
         )
-    query = sink.num_heads // ranks
+    query = num_heads // ranks
     return Heads(rank * query, query, max(1, key_value // ranks))
 
 
