@@ -6,6 +6,7 @@ Importing this module imports nothing of vLLM; each function imports what it ask
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from packaging.specifiers import SpecifierSet
@@ -98,14 +99,15 @@ def attention_attribute() -> str:
 
 
 def sink_dtype(backend_name: str, dtype: "torch.dtype") -> "torch.dtype":
-    """The dtype in which an attention backend is handed sinks that are kept in `dtype`.
+    """The dtype in which an attention backend reads sinks of a model that has them in `dtype`.
 
-    The CPU kernel takes bfloat16 only up to vLLM 0.30 and bfloat16 or float32 since; from then on
-    `forward` casts what is neither, once, which a reload would not renew. Other backends take the
-    parameter itself, or make their own copy in the post-load step (FlashInfer).
+    FlashInfer reads float32, and copies what is not. The CPU kernel reads bfloat16 only up to vLLM
+    0.30, and bfloat16 or float32 since. Other backends read the parameter as it is.
     """
     import torch
 
+    if backend_name == "FLASHINFER":
+        return torch.float32
     if backend_name != "CPU_ATTN" or dtype == torch.bfloat16:
         return dtype
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
@@ -190,12 +192,12 @@ def is_pooling(model: Any) -> bool:
     return bool(model.model_config.runner_type == "pooling")
 
 
-def is_draft(model: Any) -> bool:
 def has_adapters(model: Any) -> bool:
     """Whether a model computes logits and is served with LoRA adapters."""
     return model.vllm_config.lora_config is not None and not is_pooling(model)
 
 
+def is_draft(model: Any) -> bool:
     """Whether `model` is the draft of another, whose `lm_head` it is given (from vLLM 0.33)."""
     return any(cls.__name__ == "MTPMixin" for cls in type(model).__mro__)
 
@@ -207,10 +209,13 @@ def missing_layer() -> Any:
     return PPMissingLayer()
 
 
-def make_lm_head(model: Any, vocabulary: int, size: int, dtype: "torch.dtype", prefix: str = "") -> Any:
-    """A projection [vocabulary, size] in `dtype`, sharded by vocabulary, on the model's device."""
+def make_lm_head(model: Any, name: str, vocabulary: int, size: int, dtype: "torch.dtype", prefix: str = "") -> Any:
+    """A projection [vocabulary, size] in `dtype`, sharded by vocabulary, on the model's device.
+
+    It is quantised as the checkpoint's config says of the layer `name`.
+    """
     import torch
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+    from vllm.model_executor.models.transformers.causal import ParallelLMHead  # another plugin's, where that put one
     from vllm.model_executor.models.utils import maybe_prefix
 
     with torch.device(model.device_config.device):  # loading is outside vLLM's own device context
@@ -219,38 +224,42 @@ def make_lm_head(model: Any, vocabulary: int, size: int, dtype: "torch.dtype", p
             size,
             params_dtype=dtype,
             quant_config=model.quant_config,
-            prefix=maybe_prefix(prefix, "lm_head"),
+            prefix=maybe_prefix(prefix, name),
         )
+
+
+def shares_weight(layer: Any) -> bool:
+    """Whether a projection can share a weight with the embeddings: a quantised layer does not hold it as it is.
+
+    A quantisation method of another package may know how to tie its layers.
+    """
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    method = layer.quant_method
+    if isinstance(method, (UnquantizedEmbeddingMethod, UnquantizedLinearMethod)):
+        return True
+    return type(method).tie_weights is not QuantizeMethodBase.tie_weights
+
+
+def owner_of_logits(model: Any) -> str:
+    """The module whose function is `compute_logits` of a model's class, or "" where it is vLLM's own."""
+    function = type(model).compute_logits
+    plain = type(function) is FunctionType  # a proxy answers for what it wraps
+    module: str = function.__globals__["__name__"] if plain else type(function).__module__
+    return "" if module.startswith("vllm.") else module
 
 
 def projects_without_gather() -> bool:
     """Whether the logits processor can leave each rank its shard of the logits (from vLLM 0.29)."""
     import inspect
 
-    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+    from vllm.model_executor.models.transformers.causal import LogitsProcessor
 
     return "skip_gather" in inspect.signature(LogitsProcessor.forward).parameters
 
 
-def load_weights_of_base(model: Any, weights: Any) -> set[str]:
-    """Load `weights` as a model without `CausalMixin` would: that mistakes any `*lm_head.bias` for its own."""
-    from vllm.model_executor.models.transformers.causal import CausalMixin
-
-    loaded: set[str] = super(CausalMixin, model).load_weights(weights)
-    return loaded
-
-
-def use_config_of_transformers(model_config: Any) -> None:
-    """Give a model that Transformers has Transformers' own config, where vLLM read it with one of its own.
-
-    vLLM up to 0.31 has a HyperCLOVAXConfig, for which `AutoModel` finds no class.
-    """
-    import transformers
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-
-    config = model_config.hf_config
-    name = CONFIG_MAPPING_NAMES.get(config.model_type)
-    if name is None or not type(config).__module__.startswith("vllm."):
 def adapts_by_name_alone() -> bool:
     """Whether LoRA goes by the names of modules alone, whatever they are (up to vLLM 0.28)."""
     import inspect
@@ -266,6 +275,11 @@ def refusal_of_output_adapters(model: Any, vocabulary: int) -> str:
         return "LoRA adapts a multimodal model's language model only, and vLLM's lm_head is outside it"
     if vocabulary > LARGEST_VOCABULARY_OF_ADAPTERS:
         return f"LoRA adapts no projection to more than {LARGEST_VOCABULARY_OF_ADAPTERS} tokens"
+    if model.vllm_config.speculative_config is not None and model.vllm_config.use_v2_model_runner:
+        return "LoRA in vLLM's model runner v2 counts on one row a request, and speculative decoding has more"
+    targets = model.vllm_config.lora_config.target_modules
+    if targets is not None and "lm_head" not in targets:
+        return f"this engine was started for adapters of {', '.join(targets)} only, lm_head not among them"
     return ""
 
 
@@ -281,6 +295,38 @@ def renaming_first(renaming: Any, mapper: Any) -> Any:
     return type(mapper)(orig_to_new_renaming=[renaming]) | mapper
 
 
+def load_weights_of_base(model: Any, weights: Any) -> set[str]:
+    """Load `weights` as a model without `CausalMixin` would: that mistakes any `*lm_head.bias` for its own."""
+    from vllm.model_executor.models.transformers.causal import CausalMixin
+
+    loaded: set[str] = super(CausalMixin, model).load_weights(weights)
+    return loaded
+
+
+def record_for_reload(module: "torch.nn.Module") -> None:
+    """Note what a module that was made after its model looks like before it is loaded: a reload starts from there."""
+    from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+
+    record_metadata_for_reloading(module)
+
+
+def load_lm_head(model: Any) -> None:
+    """Let `model` load weights of its `lm_head`, which vLLM up to 0.28 skips in a tied model."""
+    if "lm_head." in (skipped := getattr(model, "skip_prefixes", [])):
+        skipped.remove("lm_head.")
+
+
+def use_config_of_transformers(model_config: Any) -> None:
+    """Give a model that Transformers has Transformers' own config, where vLLM read it with one of its own.
+
+    vLLM up to 0.31 has a HyperCLOVAXConfig, for which `AutoModel` finds no class.
+    """
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    config = model_config.hf_config
+    name = CONFIG_MAPPING_NAMES.get(config.model_type)
+    if name is None or not type(config).__module__.startswith("vllm."):
         return
     fields = config.to_dict()
     fields.pop("auto_map", None)
@@ -335,3 +381,19 @@ def names_by_itself(model: Any, config: Any, names: list[str]) -> dict[str, str 
     Base._create_hf_to_vllm_mapper(unbuilt)
     mapper: Any = unbuilt.hf_to_vllm_mapper
     return {name: next(iter(mapper.apply_list([name])), None) for name in names}
+
+
+def import_worker() -> None:
+    """Import what a worker of this platform needs: slow, and free of tensor work."""
+    import importlib
+
+    from vllm.platforms import current_platform
+
+    importlib.import_module("vllm.v1.worker.cpu_worker" if current_platform.is_cpu() else "vllm.v1.worker.gpu_worker")
+
+
+def inspect_models_in_this_process() -> None:
+    """Let the registry look at a model class here, and not in a process of its own, which takes 10 s."""
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda inspect: inspect()

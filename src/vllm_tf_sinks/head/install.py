@@ -29,6 +29,7 @@ def init_with_head(original: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: Any, *, vllm_config: Any, prefix: str = "") -> None:
         vllm_api.use_config_of_transformers(vllm_config.model_config)
         original(self, vllm_config=vllm_config, prefix=prefix)
+        self.requires_grad_(False)  # or vLLM's in-place reload raises
         if _has_own_head(self):
             _install(self, prefix)
 
@@ -46,7 +47,9 @@ def ties_as_transformers(original: Callable[..., bool]) -> Callable[..., bool]:
         tie = original(self)
         if tie and _has_own_head(self):
             head = _head_of(self)
-            return tied_to(head.model, f"{head.projection.name}.weight") is not None
+            tie = tied_to(head.model, f"{head.projection.name}.weight") is not None
+            if tie:
+                _refuse_quantised_tie(head, self.model.get_input_embeddings())
         return tie
 
     return _get_tie_word_embeddings
@@ -114,15 +117,16 @@ def _install(model: Any, prefix: str) -> None:
     model.output_is_tied = model._get_tie_word_embeddings()
     if head.base_built_with.get("add_pooling_layer") is False and hasattr(model.model, "pooler"):
         model.model.pooler = None  # the ForCausalLM has none, and so no weights for it
-    shift_positions(model)
-    if vllm_api.is_pooling(model) or not model.pp_group.is_last_rank:
-        model.output_names = head_weights.Names(head, as_written(head), model.output_is_tied)
     is_adapted = vllm_api.has_adapters(model) and lora.take_adapters(model, head)
+    shift_positions(model)
+    embedding = _name_of_embeddings(model.model)
+    if vllm_api.is_pooling(model) or not model.pp_group.is_last_rank:
+        model.output_names = head_weights.Names(head, as_written(head), model.output_is_tied, embedding)
         setattr(model, head_weights.MODULE, vllm_api.missing_layer())
         return
     with hooks.telling_refusal(model, "head"), _with_advice():
         plan = classify(head, model.text_config.hidden_size)
-    model.output_names = head_weights.Names(head, plan, model.output_is_tied)
+    model.output_names = head_weights.Names(head, plan, model.output_is_tied, embedding)
     _fit_projection(model, head, prefix)
     if head_weights.materialise(head, plan, model.model_config.dtype, model.device_config.device):
         setattr(model, head_weights.MODULE, head.model)
@@ -131,20 +135,44 @@ def _install(model: Any, prefix: str) -> None:
         model.compute_logits = logits_function(model, head, plan)
     if plan.kind is not Kind.WHOLE and keeps_shards(model):
         model.compute_logits_local = local_logits_function(model, plan)
+    if is_adapted:
+        model.compute_logits = lora.with_prompt_rows(model, model.compute_logits)
     logger.info("%s: output head: %s", head.name, plan.describe())
     hooks.plugins().tell(hooks.Decision(type(model.model).__name__, "head", plan.describe()))
 
 
-    if is_adapted:
-        model.compute_logits = lora.with_prompt_rows(model, model.compute_logits)
+def _name_of_embeddings(base: Any) -> str:
+    """The name of the input embeddings' weight in the base model, or ""."""
+    embeddings = base.get_input_embeddings()
+    return next((f"{name}.weight" for name, module in base.named_modules() if module is embeddings), "")
+
+
+def _refuse_quantised_tie(head: Head, layer: Any) -> None:
+    """Check that `layer`, an end of the tie between embeddings and projection, has a weight to share.
+
+    Raises:
+        HeadError: if it is quantised.
+    """
+    for module in layer.modules():
+        if hasattr(module, "quant_method") and not vllm_api.shares_weight(module):
+            raise HeadError(
+                f"{head.name} ties its projection {head.projection.name} to its input embeddings, but the quantization "
+                f"config of the checkpoint quantises {module.prefix} ({type(module.quant_method).__name__}). Exclude "
+                "that layer in the config, or set tie_word_embeddings=false for a checkpoint that has both weights."
+            )
+
+
 def _fit_projection(model: Any, head: Head, prefix: str) -> None:
-    """Make vLLM's `lm_head` what the head's projection is: its sizes, its dtype, its bias."""
+    """Make vLLM's `lm_head` what the head's projection is: its name in a quantization config, sizes, dtype, bias."""
     projection, config = head.projection, model.text_config
     float32 = head.keeps_in_float32(f"{projection.name}.weight") and model.model_config.dtype != torch.float32
     sizes = (projection.out_features, projection.in_features)
-    if not model.output_is_tied and (float32 or sizes != (config.vocab_size, config.hidden_size)):
+    renamed = model.quant_config is not None and projection.name != head_weights.PROJECTION
+    if model.output_is_tied:
+        _refuse_quantised_tie(head, model.lm_head)
+    elif float32 or renamed or sizes != (config.vocab_size, config.hidden_size):
         dtype = torch.float32 if float32 else model.model_config.dtype
-        model.lm_head = vllm_api.make_lm_head(model, *sizes, dtype, prefix)
+        model.lm_head = vllm_api.make_lm_head(model, projection.name, *sizes, dtype, prefix)
         if float32:
             model.logits_processor.head_dtype = torch.float32
     model.logits_processor.org_vocab_size = model.logits_processor.vocab_size = projection.out_features

@@ -18,7 +18,7 @@ def connect(head: Head, model: Any) -> None:
     """Let the head's projection be vLLM's, as the model holds it at each call: LoRA and drafts replace it."""
 
     def project(x: Tensor) -> Tensor:
-        return model.logits_processor(model.lm_head, x[0], model.lm_head.bias)[None]  # type: ignore[no-any-return]
+        return _logits(model.logits_processor(model.lm_head, x[0], model.lm_head.bias))[None]
 
     head.projection.project = project
     float32 = head.keeps_in_float32(f"{head.projection.name}.weight")
@@ -33,8 +33,14 @@ def logits_function(model: Any, head: Head, plan: Plan) -> Callable[..., Tensor 
         A function of hidden states [N, H] on this rank to logits [N, V], writable, the same on all ranks.
 
     Raises:
-        HeadError: if the head needs all logits of a row, but this platform gathers them on one rank only.
+        HeadError: if the head needs all logits of a row, but this platform gathers them on one rank only; or if
+            another plugin's `compute_logits` would be passed over.
     """
+    if module := vllm_api.owner_of_logits(model):
+        raise HeadError(
+            f"{head.name} computes its own logits, and would pass over the compute_logits that {module} has put into "
+            f"{type(model).__name__}. Turn that off, or this plugin's heads: VLLM_TF_SINKS=sinks."
+        )
     if plan.kind is Kind.ELEMENTWISE:
         return _elementwise(model, plan)
     if model.tp_group.world_size > 1 and not model.logits_processor.use_all_gather:
@@ -62,7 +68,7 @@ def local_logits_function(model: Any, plan: Plan) -> Callable[..., Tensor]:
 
     def compute_logits_local(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         processor, lm_head = model.logits_processor, model.lm_head
-        return after(processor(lm_head, before(hidden_states), lm_head.bias, skip_gather=True))
+        return after(_logits(processor(lm_head, before(hidden_states), lm_head.bias, skip_gather=True)))
 
     return compute_logits_local
 
@@ -74,7 +80,7 @@ def _elementwise(model: Any, plan: Plan) -> Callable[..., Tensor | None]:
     def compute_logits(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor | None:
         processor, lm_head = model.logits_processor, model.lm_head
         logits = processor(lm_head, before(hidden_states), lm_head.bias)
-        return logits if logits is None else after(logits)
+        return logits if logits is None else after(_logits(logits))
 
     def compute_sharded_logits(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor | None:
         processor = model.logits_processor
@@ -96,6 +102,20 @@ def _whole(model: Any, head: Head, plan: Plan) -> Callable[..., Tensor]:
         return _padded(head.as_written(hidden_states[None])[0], vocabulary)
 
     return compute_flat if plan.flat else compute_as_written
+
+
+def _logits(projected: Tensor) -> Tensor:
+    """What vLLM's logits processor gave, if it is logits: FlashHead lets it give tokens, for single rows.
+
+    Raises:
+        HeadError: if it is not.
+    """
+    if projected.is_floating_point():
+        return projected
+    raise HeadError(
+        "An output head that is more than a projection needs logits, but another plugin lets LogitsProcessor give "
+        f"{projected.dtype} numbers. Turn that plugin off, or this one's heads: VLLM_TF_SINKS=sinks."
+    )
 
 
 def _padded(logits: Tensor, vocabulary: int) -> Tensor:

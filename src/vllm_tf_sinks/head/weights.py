@@ -39,6 +39,7 @@ class Names:
             weight: f"{MODULE}.{weight}" if weight in plan.weights else None
             for weight, _ in [*head.model.named_parameters(), *head.model.named_buffers()]
         }
+        self._layers = {weight.rpartition(".")[0] for weight in plan.weights}
         if head.projection.has_bias and is_tied and (alias := tied_to(head.model, f"{name}.bias")):
             self._names[alias] = f"{PROJECTION}.bias"
         # Stateful renamings follow the order of a whole checkpoint, which vLLM's own mapper sees
@@ -54,7 +55,13 @@ class Names:
             return self._names[current]
         if current.startswith(self._prefix):
             return f"{PROJECTION}.{current.removeprefix(self._prefix)}"
-        return None if any(pattern.search(name) for pattern in self._ignored) else name
+        if any(pattern.search(name) for pattern in self._ignored):
+            return None
+        return f"{MODULE}.{current}" if current.rpartition(".")[0] in self._layers else name
+
+    def is_foreign(self, name: str) -> bool:
+        """Whether `name`, which is in vLLM's model, is in a layer of the head that has no weight called so."""
+        return name.startswith(f"{MODULE}.") and name not in self._names.values()
 
     def is_embedding(self, name: str) -> bool:
         """Whether `name`, which is in a checkpoint, is the input embeddings'."""
@@ -105,8 +112,8 @@ def load(model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
     projection that a checkpoint has a weight of its own for, and another one, for an untied one.
 
     Raises:
-        HeadError: if there is a bias for a projection without, or a running engine whose projection is
-            tied is given another weight for it.
+        HeadError: if there is a bias for a projection without, a quantised weight of another layer of the head,
+            or a running engine whose projection is tied is given another weight for it.
     """
     loaded: set[str] = set()
     projection = embedding = None
@@ -120,6 +127,11 @@ def load(model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
             elif name == f"{PROJECTION}.weight" and model.output_is_tied:
                 projection = weight
                 loaded.add(name)
+            elif model.output_names.is_foreign(name):
+                raise HeadError(
+                    f"The checkpoint has {name.removeprefix(f'{MODULE}.')}, which {model.own_head.name} has not: the "
+                    "layers of a head before its projection are run unquantised. Exclude them when you quantise it."
+                )
             else:
                 if model.output_is_tied and model.output_names.is_embedding(name):
                     embedding = weight
@@ -151,7 +163,8 @@ def _untie(model: Any, weight: torch.Tensor) -> None:
             "that it is to reload untie it. Start an engine with them."
         )
     vocabulary, size = weight.shape
-    projection = vllm_api.make_lm_head(model, vocabulary, size, model.model_config.dtype)
+    name = model.own_head.projection.name
+    projection = vllm_api.make_lm_head(model, name, vocabulary, size, model.model_config.dtype)
     vllm_api.record_for_reload(projection)
     projection.weight.weight_loader(projection.weight, weight)
     projection.bias = model.lm_head.bias

@@ -2,7 +2,7 @@
 """Apply the catalogue to this process, report on it, and take it back."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from types import CellType
@@ -26,6 +26,7 @@ class _Applied:
 _settings = Settings("0")
 _rows: dict[str, Row] = {}
 _applied: dict[str, _Applied] = {}
+_made: dict[str, _Applied] = {}  # the last replacement of each row, applied or not
 _logged = ""
 
 
@@ -33,6 +34,7 @@ def configure(settings: Settings) -> None:
     """Take `settings` for the next `apply()`; rows that wait for it become pending or off."""
     global _settings
     _settings = settings
+    _look()
     for patch in CATALOGUE:
         if patch.name not in _applied:
             _rows[patch.name] = (
@@ -101,9 +103,28 @@ def _replace(fits: list[tuple[Patch, Target]]) -> list[Row]:
             return [Row(patch, State.DOES_NOT_FIT, _reason(error))]
     for patch, applied in made:
         applied.target.set(applied.replacement)
-        _applied[patch.name] = applied
+        _applied[patch.name] = _made[patch.name] = applied
         _rows[patch.name] = Row(patch, State.APPLIED)
     return []
+
+
+def _look() -> None:
+    """Bring the rows up to what others did since: one who undoes a patch of theirs puts back what they found."""
+    for name, applied in _made.items():
+        patch, current = _rows[name].patch, applied.target.get()
+        if name in _applied and any(current is function for function in _with_wrapped(applied.original)):
+            del _applied[name]
+            _rows[name] = Row(patch, State.OFF, "somebody else put back what was there before")
+        elif name not in _applied and current is applied.replacement:
+            _applied[name] = applied
+            _rows[name] = Row(patch, State.APPLIED, "reverted, and put back by somebody else")
+
+
+def _with_wrapped(function: Any) -> Iterator[Any]:
+    """A function, and what it wraps, and what that wraps."""
+    while function is not None:
+        yield function
+        function = getattr(function, "__wrapped__", None)
 
 
 def _reason(error: Exception) -> str:
@@ -112,6 +133,7 @@ def _reason(error: Exception) -> str:
 
 def status() -> list[Row]:
     """Every row of the catalogue, in its order, with its state in this process."""
+    _look()
     return [_rows.get(patch.name, Row(patch, State.OFF, "register() was not called")) for patch in CATALOGUE]
 
 
@@ -149,16 +171,14 @@ def _restore() -> None:
 
 def _take_out(applied: _Applied) -> bool:
     """Put the original back where our replacement is held; False where it is not found."""
-    current: Any = applied.target.get()
-    if current is applied.original:  # somebody else has put it back
-        return True
-    if current is applied.replacement:
-        applied.target.set(applied.original)
-        return True
-    while (wrapper := current) is not None:
-        current = getattr(wrapper, "__wrapped__", None)
-        if current is applied.replacement:
-            return _exchange(wrapper, applied.replacement, applied.original)
+    wrapper = None
+    for function in _with_wrapped(applied.target.get()):
+        if function is applied.replacement:
+            if wrapper is not None:
+                return _exchange(wrapper, applied.replacement, applied.original)
+            applied.target.set(applied.original)
+            return True
+        wrapper = function
     return False
 
 
