@@ -4,6 +4,7 @@
 Importing this module imports nothing of vLLM; each function imports what it asks about.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FunctionType
@@ -195,6 +196,21 @@ def is_pooling(model: Any) -> bool:
 def has_adapters(model: Any) -> bool:
     """Whether a model computes logits and is served with LoRA adapters."""
     return model.vllm_config.lora_config is not None and not is_pooling(model)
+
+
+def check_layer_names(vllm_config: Any) -> None:
+    """Check that a model is not the draft of another of this backend, whose layers have the same names (up to 0.31).
+
+    Raises:
+        ValueError: if it is.
+    """
+    taken = vllm_config.compilation_config.static_forward_context
+    if any(re.fullmatch(r"\d+\.attn", name) for name in taken):
+        name = ", ".join(vllm_config.model_config.architectures)
+        raise ValueError(
+            f"{name} cannot be the draft of another model of the Transformers backend: vLLM {version()} names the "
+            "attention layers of target and draft alike. Use a draft that vLLM has a class for, or vLLM 0.32."
+        )
 
 
 def is_draft(model: Any) -> bool:

@@ -27,6 +27,7 @@ def init_with_head(original: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(original)
     def __init__(self: Any, *, vllm_config: Any, prefix: str = "") -> None:
+        vllm_api.check_layer_names(vllm_config)
         vllm_api.use_config_of_transformers(vllm_config.model_config)
         original(self, vllm_config=vllm_config, prefix=prefix)
         self.requires_grad_(False)  # or vLLM's in-place reload raises

@@ -11,10 +11,11 @@ from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaMode
 class Config(LlamaConfig):
     model_type = "warped_llama"
 
-    def __init__(self, head_form="flat", warp_scale=0.6, keep_float32=False, **kwargs):
+    def __init__(self, head_form="flat", warp_scale=0.6, warp_size=48, keep_float32=False, **kwargs):
         self.head_form = head_form
         self.keep_float32 = keep_float32
         self.warp_scale = warp_scale
+        self.warp_size = warp_size
         super().__init__(**kwargs)
 
 
@@ -25,9 +26,9 @@ class Model(LlamaModel):
 class Head(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.warp = nn.Linear(config.hidden_size, 48)
-        self.warp_norm = nn.LayerNorm(48)
-        self.vocabulary = nn.Linear(48, config.vocab_size, bias=True)
+        self.warp = nn.Linear(config.hidden_size, config.warp_size)
+        self.warp_norm = nn.LayerNorm(config.warp_size)
+        self.vocabulary = nn.Linear(config.warp_size, config.vocab_size, bias=True)
         self.scale = config.warp_scale
         self.form = config.head_form
 
