@@ -15,3 +15,19 @@ def command(arguments: list[str], tamper: str = "") -> tuple[int, str]:
     with redirect_stdout(io.StringIO()) as printed:
         status = main(arguments)
     return status, printed.getvalue()
+
+
+def with_tokenizer(name: str, folder: str, **changes) -> str:
+    """Save a random `name` with a tokenizer of the words "0" to "127"."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import PreTrainedTokenizerFast
+
+    from support.checkpoints import SIZES, build
+
+    build(name, folder, **changes)
+    words = Tokenizer(WordLevel({str(token): token for token in range(SIZES["vocab_size"])}, unk_token="127"))
+    words.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="127").save_pretrained(folder)
+    return folder
