@@ -15,6 +15,11 @@ def test_logprobs_equal_hugging_face(vllm, checkpoint, difference, form):
         difference(vllm, folder, trust_remote_code=True, env={"VLLM_TF_SINKS": "sinks"})
 
 
+def test_bias_called_as_the_projection_s_is_not_that(vllm, checkpoint, difference):
+    folder = checkpoint(vllm, "biased_llama", "remote")
+    assert difference(vllm, folder, trust_remote_code=True) < CLOSE
+
+
 @pytest.mark.parametrize(
     ("form", "message"),
     [

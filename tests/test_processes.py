@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engines that follow one another in one process: each model gets its own sinks and head, and nothing of the last."""
 
-import numpy as np
-from support.jobs import PROMPTS
+from support.comparison import from_hugging_face
 
 CLOSE = 1e-4
 WRONG = 1.0
@@ -13,13 +12,6 @@ def served_in_turn(vllm, folders, **options) -> list[float]:
     turns = vllm.run("support.process_jobs:served_in_turn", checkpoints=folders, **options)
     assert all(gone for _, gone in turns)
     return [from_hugging_face(vllm, folder, served) for folder, (served, _) in zip(folders, turns, strict=True)]
-
-
-def from_hugging_face(vllm, folder, served) -> float:
-    sequences = [[*prompt, *new] for prompt, (new, _, _) in zip(PROMPTS, served, strict=True)]
-    expected = vllm.run("support.jobs:reference_rows", checkpoint=folder, sequences=sequences)
-    found = [np.concatenate([prompt_rows, decode_rows]) for _, decode_rows, prompt_rows in served]
-    return max(float(np.abs(rows - wanted[:-1]).max()) for rows, wanted in zip(found, expected, strict=True))
 
 
 def test_models_in_turn(vllm, checkpoint):

@@ -66,7 +66,7 @@ def load_with_head(original: Callable[..., set[str]]) -> Callable[..., set[str]]
         renamed = head_weights.renamed(weights, self.output_names)
         if vllm_api.is_pooling(self) or not self.pp_group.is_last_rank:
             return original(self, renamed)
-        return head_weights.load(self, renamed)
+        return head_weights.load(self, renamed, original)
 
     return load_weights
 

@@ -3,7 +3,7 @@
 
 import inspect
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -104,18 +104,25 @@ def renamed(weights: Iterable[tuple[str, torch.Tensor]], names: Names) -> Iterat
             yield new, weight
 
 
-def load(model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+def load(model: Any, weights: Iterable[tuple[str, torch.Tensor]], original: Callable[..., set[str]]) -> set[str]:
     """Load tensors under their names in vLLM's model, and return the names that were loaded.
 
-    Two of them vLLM's own loader would misplace or drop: the projection's bias, which it registers
-    anew at each load, and the weight of a tied projection, which it skips. Transformers takes a tied
-    projection that a checkpoint has a weight of its own for, and another one, for an untied one.
+    Three of them vLLM's own loader would misplace or drop: the projection's bias, which it registers
+    anew at each load; another bias of the head whose name ends like that; and the weight of a tied
+    projection, which it skips. Transformers takes a tied projection that a checkpoint has a weight of
+    its own for, and another one, for an untied one.
+
+    Args:
+        model: vLLM's model.
+        weights: the tensors.
+        original: `CausalMixin.load_weights`, which loads the rest.
 
     Raises:
         HeadError: if there is a bias for a projection without, a quantised weight of another layer of the head,
             or a running engine whose projection is tied is given another weight for it.
     """
     loaded: set[str] = set()
+    mistakable: list[tuple[str, torch.Tensor]] = []
     projection = embedding = None
 
     def others() -> Iterator[tuple[str, torch.Tensor]]:
@@ -132,12 +139,16 @@ def load(model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
                     f"The checkpoint has {name.removeprefix(f'{MODULE}.')}, which {model.own_head.name} has not: the "
                     "layers of a head before its projection are run unquantised. Exclude them when you quantise it."
                 )
+            elif name.endswith(f"{PROJECTION}.bias"):
+                mistakable.append((name, weight))
             else:
                 if model.output_is_tied and model.output_names.is_embedding(name):
                     embedding = weight
                 yield name, weight
 
-    loaded |= vllm_api.load_weights_of_base(model, others())
+    loaded |= original(model, others())
+    if mistakable:
+        loaded |= vllm_api.load_weights_of_base(model, mistakable)
     if projection is not None and (embedding is None or not torch.equal(projection, embedding)):
         _untie(model, projection)
     elif embedding is not None and model.lm_head.weight.is_meta:
