@@ -50,7 +50,7 @@ def ties_as_transformers(original: Callable[..., bool]) -> Callable[..., bool]:
             head = _head_of(self)
             tie = tied_to(head.model, f"{head.projection.name}.weight") is not None
             if tie:
-                _refuse_quantised_tie(head, self.model.get_input_embeddings())
+                _refuse_quantised_tie(head, self.model.get_input_embeddings(), "the embeddings")
         return tie
 
     return _get_tie_word_embeddings
@@ -148,8 +148,8 @@ def _name_of_embeddings(base: Any) -> str:
     return next((f"{name}.weight" for name, module in base.named_modules() if module is embeddings), "")
 
 
-def _refuse_quantised_tie(head: Head, layer: Any) -> None:
-    """Check that `layer`, an end of the tie between embeddings and projection, has a weight to share.
+def _refuse_quantised_tie(head: Head, layer: Any, name: str) -> None:
+    """Check that `layer`, one end of the tie between embeddings and projection, has a weight to share.
 
     Raises:
         HeadError: if it is quantised.
@@ -158,7 +158,7 @@ def _refuse_quantised_tie(head: Head, layer: Any) -> None:
         if hasattr(module, "quant_method") and not vllm_api.shares_weight(module):
             raise HeadError(
                 f"{head.name} ties its projection {head.projection.name} to its input embeddings, but the quantization "
-                f"config of the checkpoint quantises {module.prefix} ({type(module.quant_method).__name__}). Exclude "
+                f"config of the checkpoint quantises {name} ({type(module.quant_method).__name__}). Exclude "
                 "that layer in the config, or set tie_word_embeddings=false for a checkpoint that has both weights."
             )
 
@@ -170,7 +170,7 @@ def _fit_projection(model: Any, head: Head, prefix: str) -> None:
     sizes = (projection.out_features, projection.in_features)
     renamed = model.quant_config is not None and projection.name != head_weights.PROJECTION
     if model.output_is_tied:
-        _refuse_quantised_tie(head, model.lm_head)
+        _refuse_quantised_tie(head, model.lm_head, projection.name)
     elif float32 or renamed or sizes != (config.vocab_size, config.hidden_size):
         dtype = torch.float32 if float32 else model.model_config.dtype
         model.lm_head = vllm_api.make_lm_head(model, projection.name, *sizes, dtype, prefix)
