@@ -96,7 +96,7 @@ def logprob_parity(vllm_zygote: "Zygote", tmp_path_factory: pytest.TempPathFacto
             whole=LARGEST_WHOLE,
             **options,
         )
-        allowed = tolerance or parity.TOLERANCES[reference.dtype]
+        allowed = parity.TOLERANCES[reference.dtype] if tolerance is None else tolerance
         engine = {"dtype": reference.dtype, "kv_cache_memory_bytes": SMALL_CACHE, **options, **engine}
         runs = [parity.serve(vllm_zygote, parity.ON, str(model), reference, allowed, engine, env=env)]
         if (comparison := runs[0].comparison) is None or runs[0].outcome != parity.AGREES:

@@ -75,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
                 reference.save(options.save_reference)
                 print(f"Saved {len(reference.answers)} answers to {options.save_reference}", file=sys.stderr)
                 return 0
-            tolerance = options.tolerance or parity.TOLERANCES[reference.dtype]
+            tolerance = parity.TOLERANCES[reference.dtype] if options.tolerance is None else options.tolerance
             engine = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
             engine |= {"dtype": reference.dtype, **options.engine_args}
             runs = []
@@ -173,18 +173,21 @@ def as_text(model: str, reference: parity.Reference, runs: list[Run], tolerance:
 
 
 def _table(runs: list[Run]) -> str:
-    header = ("", "", "mean", "median", "90 %", "99 %", "largest", "same greedy token")
-    lines = [[f"{cell:>8}" if 2 <= at <= 6 else cell for at, cell in enumerate(header)]]
+    header = ("", "", "mean", "median", "90 %", "99 %", "largest", "same greedy")
+    lines = [[f"{cell:>7}" if 2 <= at <= 6 else cell for at, cell in enumerate(header)]]
+    parts = False
     for each in runs:
         if not each.comparison:
-            lines.append([each.plugin, REFUSED, *[f"{'-':>8}"] * 5, "-"])
+            lines.append([each.plugin, REFUSED, *[f"{'-':>7}"] * 5, "-"])
             continue
         for part, is_new in (("prompt", False), ("decode", True)):
             s = each.comparison.statistics(is_new)
-            numbers = [f"{number:>8.2g}" for number in (s.mean, s.median, s.q90, s.q99, s.largest)]
-            greedy = f"{s.greedy} of {s.compared}" + (f", then parts ({s.of})" if s.compared < s.of else "")
+            parts |= s.compared < s.of
+            numbers = [f"{number:>7.2g}" for number in (s.mean, s.median, s.q90, s.q99, s.largest)]
+            greedy = f"{s.greedy} of {s.compared}" + (f" ({s.of})" if s.compared < s.of else "")
             lines.append([each.plugin if not is_new else "", part, *numbers, greedy])
-    return text.columns(lines)
+    note = "\n\n" + text.paragraph("(in all) where greedy texts part: the rest is not compared", "  ") if parts else ""
+    return text.columns(lines) + note
 
 
 def _worst(comparison: parity.Comparison, reference: parity.Reference) -> list[dict[str, Any]]:
