@@ -99,3 +99,30 @@ def test_adapter_of_a_heads_dense_layer_is_refused(vllm, adapted):
     folder, adapters, _ = adapted("roberta", ["dense"])
     with pytest.raises(JobError, match=r"RobertaForCausalLM takes no adapter of lm_head\.dense"):
         vllm.run("support.lora_jobs:served_rows", checkpoint=folder, adapters=adapters)
+
+
+def test_adapter_that_the_engine_was_not_started_for_is_refused(vllm, adapted):
+    folder, adapters, _ = adapted("gpt_neox", ["query_key_value", "lm_head"])
+    with pytest.raises(JobError, match="GPTNeoXForCausalLM takes no adapter of lm_head: this engine was started for"):
+        vllm.run(
+            "support.lora_jobs:served_rows",
+            checkpoint=folder,
+            adapters=adapters,
+            lora_target_modules=["query_key_value"],
+        )
+
+
+def test_refusals_where_no_cpu_can_serve(vllm):
+    refusals = vllm.run("support.lora_jobs:refusals")
+    assert [case for case, refusal in refusals.items() if not refusal] == ["none", "speculative, runner v1"]
+
+
+LARGE = 258_112  # LoRA starts with no projection to so many tokens
+
+
+@pytest.mark.parametrize(("vocabulary", "wrapped"), [(128, True), (LARGE, False)])
+def test_what_projects(vllm, checkpoint, vocabulary, wrapped):
+    folder = checkpoint(vllm, "granite", tie_word_embeddings=False, vocab_size=vocabulary)
+    processor, has_shards = vllm.run("support.lora_jobs:projection", checkpoint=folder, enable_lora=True)
+    assert processor == ("LogitsProcessorWithLoRA" if wrapped else "LogitsProcessor")
+    assert not has_shards  # the one of LoRA gathers: vLLM then leaves out batch-sharded sampling

@@ -276,6 +276,16 @@ def projects_without_gather() -> bool:
     return "skip_gather" in inspect.signature(LogitsProcessor.forward).parameters
 
 
+def leaves_unadapted_rows() -> str:
+    """Says that LoRA leaves rows without an adapter alone, as GPU kernels do, and the CPU's from vLLM 0.33, or ""."""
+    from vllm.lora.ops.torch_ops import bgmv_expand
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return "these are kernels of the CPU"
+    return "vLLM masks these rows" if "no_lora_mask" in bgmv_expand.__code__.co_varnames else ""
+
+
 def adapts_by_name_alone() -> bool:
     """Whether LoRA goes by the names of modules alone, whatever they are (up to vLLM 0.28)."""
     import inspect

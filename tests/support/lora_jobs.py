@@ -9,6 +9,7 @@ from support.jobs import ENGINE, NEW_TOKENS, PROMPTS, rows_of
 from support.tp_jobs import two_workers
 
 RANK = 8
+LORA = {"enable_lora": True, "max_lora_rank": RANK}
 
 
 def adapted_rows(
@@ -81,15 +82,12 @@ def served_rows(checkpoint: str, adapters: list[str], **engine) -> list:
     from vllm import LLM
     from vllm.lora.request import LoRARequest
 
-    lora = {
-        "enable_lora": True,
-        "max_lora_rank": RANK,
-        # Up to 0.32 the CPU's kernels take the last one's weights for requests without an adapter: it stays empty
-        "max_loras": len(adapters) + 1,
+    batch = {
+        "max_loras": len(adapters),
         "max_num_seqs": 8,
         "max_num_batched_tokens": 16,  # the longest prompts are cut, and run beside requests that decode
     }
-    llm = LLM(checkpoint, **{**ENGINE, **lora, **engine})
+    llm = LLM(checkpoint, **{**ENGINE, **LORA, **batch, **engine})
     choices = [LoRARequest(folder, number, folder) for number, folder in enumerate(adapters, 1)] + [None]
     requests = [(prompt, adapter) for adapter in choices for prompt in PROMPTS]
     rows = rows_of(llm, *map(list, zip(*requests, strict=True)))
@@ -100,3 +98,34 @@ def served_by_two(checkpoint: str, adapters: list[str], **engine) -> list:
     """What `served_rows` returns with a tensor-parallel size of 2."""
     with two_workers():
         return served_rows(checkpoint, adapters, tensor_parallel_size=2, **engine)
+
+
+def projection(checkpoint: str, **engine) -> tuple[str, bool]:
+    """The class of what projects to logits, and whether each rank can be left its shard of them."""
+    from vllm import LLM
+
+    llm = LLM(checkpoint, **{**ENGINE, **engine})
+    (answer,) = llm.apply_model(
+        lambda model: (type(model.logits_processor).__name__, hasattr(model, "compute_logits_local"))
+    )
+    return answer
+
+
+def refusals() -> dict[str, str]:
+    """Why adapters of a projection are refused where no CPU can serve the model."""
+    from types import SimpleNamespace
+
+    from vllm_tf_sinks.vllm_api import refusal_of_output_adapters
+
+    def refusal(**settings) -> str:
+        lora = SimpleNamespace(target_modules=None)
+        config = {"lora_config": lora, "speculative_config": None, "use_v2_model_runner": True, **settings}
+        return refusal_of_output_adapters(SimpleNamespace(vllm_config=SimpleNamespace(**config)), 128)
+
+    multimodal = SimpleNamespace(get_mm_mapping=None)
+    return {
+        "none": refusal(),
+        "multimodal": refusal_of_output_adapters(multimodal, 128),
+        "speculative": refusal(speculative_config=SimpleNamespace()),
+        "speculative, runner v1": refusal(speculative_config=SimpleNamespace(), use_v2_model_runner=False),
+    }

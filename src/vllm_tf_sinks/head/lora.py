@@ -103,3 +103,31 @@ def embed_flat(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return original(self, x.flatten()).view(*x.shape, -1) if x.dim() > 1 else original(self, x)
 
     return forward
+
+
+# LoRA's kernels -> where they find the adapter of each row, -1 for none
+_KERNELS = {
+    "add_lora_linear": "token_lora_indices",
+    "add_lora_embedding": "token_lora_indices",
+    "add_lora_logits": "sampler_indices",
+}
+
+
+def init_for_adapted_rows(original: Callable[..., None]) -> Callable[..., None]:
+    """`PunicaWrapperCPU.__init__`, after which rows without an adapter are given none, and not the last slot's."""
+
+    @wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        for name, indices in _KERNELS.items():
+            setattr(self, name, _of_adapted_rows(self, getattr(self, name), indices))
+
+    return __init__
+
+
+def _of_adapted_rows(wrapper: Any, kernel: Callable[..., None], indices: str) -> Callable[..., None]:
+    def add_to_adapted_rows(y: Tensor, x: Tensor, *args: Any, **kwargs: Any) -> None:
+        unadapted = getattr(wrapper, indices) < 0
+        kernel(y, x.masked_fill(unadapted[:, None], 0), *args, **kwargs)
+
+    return add_to_adapted_rows
