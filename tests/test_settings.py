@@ -79,6 +79,19 @@ def test_compile_key_tells_the_settings_apart(vllm):
     assert keys["on"] == key(VLLM_TF_SINKS="1")
 
 
-def test_ray_workers_receive_the_variable(vllm):
-    for env in ({}, {VARIABLE: "sinks"}):
-        assert VARIABLE in vllm.run("support.settings_jobs:copied_to_ray_workers", env=env)
+def test_ray_hands_the_variable_on(vllm, checkpoint):
+    folder = checkpoint(vllm, "llama")
+    carried = vllm.run("support.settings_jobs:carried_by_ray", env={VARIABLE: "sinks"}, checkpoint=folder)
+    assert carried["workers"][VARIABLE] == carried["engines"][VARIABLE] == "sinks"
+    unset = vllm.run("support.settings_jobs:carried_by_ray", checkpoint=folder)
+    assert VARIABLE in unset["names"]  # as vLLM's own variables are, whatever they are called
+    assert VARIABLE not in unset["workers"]
+
+    def groups(variables, **env):
+        job = "support.settings_jobs:worker_of_ray"
+        rows = vllm.run(job, env=env, config=carried["config"], variables=variables)
+        return {name.partition(".")[0] for name, state in rows.items() if state == "applied"} & BOTH
+
+    assert groups(carried["workers"]) == {"sinks"}
+    assert groups(unset["workers"]) == BOTH
+    assert groups(carried["workers"], VLLM_TF_SINKS="head") == {"head"}  # what a node has itself stays
