@@ -83,9 +83,11 @@ def _tokenizer(model: str, remote: dict[str, Any]) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(model, **remote)
+        tokenizer = AutoTokenizer.from_pretrained(model, **remote)
     except Exception:  # whatever a checkpoint without one leads to
         return None
+    # Some classes are made without a file, and know no words
+    return tokenizer if len(tokenizer) > len(set(tokenizer.all_special_ids)) else None
 
 
 def _words(tokenizer: Any, tokens: list[int]) -> list[str]:

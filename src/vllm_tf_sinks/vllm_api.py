@@ -403,8 +403,20 @@ def names_by_itself(model: Any, config: Any, names: list[str]) -> dict[str, str 
 
     from vllm.model_executor.models.transformers.base import Base
 
-    unbuilt = SimpleNamespace(model=model, config=config, _maybe_apply_model_mapping=lambda: None)
-    Base._create_hf_to_vllm_mapper(unbuilt)
+    class Unbuilt:
+        """Has the methods of a model of the backend, and of its attributes what names depend on."""
+
+        hf_to_vllm_mapper: Any = None
+        quant_config = None
+
+        def __init__(self) -> None:
+            self.model, self.config = model, config
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(Base, name).__get__(self)
+
+    unbuilt = Unbuilt()
+    unbuilt._create_hf_to_vllm_mapper()
     mapper: Any = unbuilt.hf_to_vllm_mapper
     return {name: next(iter(mapper.apply_list([name])), None) for name in names}
 

@@ -121,12 +121,13 @@ def _reference(options: argparse.Namespace, processes: Zygote) -> parity.Referen
 
 @contextmanager
 def _progress(who: str, unit: str) -> Iterator[Any]:
-    """A progress bar that also runs while nothing is reported; gives what a job's reports go to."""
+    """A progress bar, or how long it has been while nothing is reported; gives what a job's reports go to."""
     over = threading.Event()
-    shape = "{desc:<20} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} {unit} [{elapsed}]"
-    with tqdm(total=1, desc=who, unit=unit, bar_format=shape, ncols=min(100, text.width()), disable=None) as bar:
+    starting = "{desc:<20} starting [{elapsed}]"
+    with tqdm(total=1, desc=who, unit=unit, bar_format=starting, ncols=min(100, text.width()), disable=None) as bar:
 
         def on_progress(done_of: tuple[int, int]) -> None:
+            bar.bar_format = "{desc:<20} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} {unit} [{elapsed}]"
             bar.n, bar.total = done_of
 
         def keep_running() -> None:
