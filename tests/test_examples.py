@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The examples run as they are written."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.zygote import SETTINGS
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = ROOT / "examples"
+sys.path.insert(0, str(EXAMPLES))
+
+
+@pytest.fixture
+def model(vllm, checkpoint):
+    """A Granite with a tokenizer; the examples run on the vLLM of this environment."""
+    if vllm.version != "0.32.0":
+        pytest.skip("the examples run on the vLLM that is installed")
+    folder = checkpoint(vllm, "granite", tie_word_embeddings=False)
+    vllm.run("support.checkpoints:add_tokenizer", folder=folder)
+    return folder
+
+
+def run(*command: str, **environment: str) -> str:
+    """What a command prints."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    variables = os.environ | SETTINGS | {"PATH": path} | environment
+    done = subprocess.run(command, env=variables, cwd=ROOT, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def tokens(output: str) -> list[str]:
+    return [line.split()[0] for line in output.splitlines() if line.startswith("   ")]
+
+
+def test_offline_and_online_say_the_same(model, tmp_path):
+    from serving import server
+
+    offline = run(sys.executable, "examples/offline_inference.py", model)
+    with server(Path(model), None, True, tmp_path) as started:
+        started.wait()
+        online = run(sys.executable, "examples/online_client.py", f"http://127.0.0.1:{started.port}")
+    assert len(tokens(offline)) == 8
+    assert tokens(offline) == tokens(online)
+
+
+def test_tensor_parallel(model):
+    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    one = run(sys.executable, "examples/offline_inference.py", model)
+    two = run(sys.executable, "examples/offline_inference.py", model, "2", **environment)
+    assert tokens(one) == tokens(two)
+
+
+def test_check_before_deployment(model):
+    output = run("bash", "examples/check_before_deployment.sh", model)
+    assert "elementwise" in output
