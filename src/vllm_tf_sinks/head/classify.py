@@ -136,14 +136,13 @@ def _plan(recording: Recording) -> Plan:
     )
     while after and _is_last_cast(after[-1]):
         after.pop()
-    is_chain = _is_chain(before, 0) and _is_chain(after, projection.result)
-    if is_chain and not before and not after:
+    if not before and not after:
         return Plan(Kind.PROJECTION)
-    if is_chain and all(_in_place(step) for step in after):
-        kind = Kind.ELEMENTWISE
+    kind = Kind.WHOLE
+    if _is_chain(after, projection.result) and all(map(_in_place, after)):
         after = [Step(getattr(Tensor, _in_place(step)), step.args, step.kwargs, step.result) for step in after]
-    else:
-        kind = Kind.WHOLE
+        if _is_chain(before, 0):
+            kind = Kind.ELEMENTWISE
     last = after[-1].result if after else projection.result
     return Plan(
         kind,
@@ -178,7 +177,10 @@ def _is_last_cast(step: Step) -> bool:
 
 
 def _function(name: str, steps: list[Step], argument: int, result: Slot) -> Callable[[Tensor], Tensor]:
-    """A plain function of one tensor that does `steps`, without a wrapper around any."""
+    """A plain function of one tensor that does `steps`, without a wrapper around any.
+
+    It lets go of each value after its last use, as the code that was recorded does of what it does not name.
+    """
     names: dict[str, Any] = {}
 
     def source(value: Any) -> str:
@@ -190,17 +192,19 @@ def _function(name: str, steps: list[Step], argument: int, result: Slot) -> Call
             inner = "".join(f"{source(each)}, " for each in value)
             return f"({inner})" if isinstance(value, tuple) else f"[{inner}]"
         if value is torch.float64:  # the dtype of the samples, as a head asks its input for it
-            return f"v{argument}.dtype"
+            return "dtype"
         return bound(value)
 
     def bound(value: Any) -> str:
         names[key := f"c{len(names)}"] = value
         return key
 
-    lines = [f"def {name}(v{argument}):"]
+    last_use = {slot: step for step in steps for slot in step.slots if slot != result.number}
+    lines = [f"def {name}(v{argument}):", f"    dtype = v{argument}.dtype"]
     for step in steps:
         arguments = [source(a) for a in step.args] + [f"{k}={source(v)}" for k, v in step.kwargs.items()]
         lines.append(f"    v{step.result} = {bound(step.function)}({', '.join(arguments)})")
+        lines += [f"    del v{slot}" for slot in sorted(step.slots) if last_use.get(slot) is step]
     lines.append(f"    return {source(result)}")
     exec("\n".join(lines), names)
     function: Callable[[Tensor], Tensor] = names[name]

@@ -45,6 +45,11 @@ class Step:
     kwargs: dict[str, Any]
     result: int
 
+    @property
+    def slots(self) -> set[int]:
+        """The numbers of the slots that it takes."""
+        return {value.number for value in _flat([self.args, self.kwargs]) if isinstance(value, Slot)}
+
 
 @dataclass(frozen=True)
 class Recording:
@@ -191,5 +196,5 @@ def _live(steps: list[Step], result: int) -> tuple[Step, ...]:
     for step in reversed(steps):
         if step.result in needed:
             live.append(step)
-            needed |= {slot.number for slot in _flat([step.args, step.kwargs]) if isinstance(slot, Slot)}
+            needed |= step.slots
     return tuple(reversed(live))
