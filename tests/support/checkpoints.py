@@ -201,10 +201,11 @@ def retagged(folder: str, source: str, **fields) -> str:
 
 
 def add_tokenizer(folder: str) -> None:
-    """Save a tokenizer of the words "0" to "127" beside a checkpoint: vLLM's pooling insists on one."""
+    """Save a tokenizer of the words "0" to "127" beside a checkpoint: pooling and grammars insist on one."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast
 
     words = Tokenizer(WordLevel({str(token): token for token in range(SIZES["vocab_size"])}, unk_token="0"))
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="0", pad_token="0").save_pretrained(folder)
+    special = {"unk_token": "0", "pad_token": "0", "eos_token": str(SIZES["eos_token_id"])}
+    PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(folder)
