@@ -6,7 +6,7 @@ from support.zygote import JobError
 
 from vllm_tf_sinks.settings import VALUES, VARIABLE, read_settings
 
-BOTH = {"sinks", "head"}
+BOTH = {"sinks", "head", "guard"}
 FIVE = ["1", "0", "sinks", "head", "strict"]
 
 
@@ -17,8 +17,8 @@ FIVE = ["1", "0", "sinks", "head", "strict"]
         ("", BOTH, False),
         ("1", BOTH, False),
         ("0", set(), False),
-        ("sinks", {"sinks"}, False),
-        ("head", {"head"}, False),
+        ("sinks", {"sinks", "guard"}, False),
+        ("head", {"head", "guard"}, False),
         ("strict", BOTH, True),
         (" Strict ", BOTH, True),
     ],

@@ -29,10 +29,10 @@ class Settings:
 
     @property
     def groups(self) -> frozenset[str]:
-        """The groups of patches to apply, of `sinks` and `head`."""
+        """The groups of patches to apply: of `sinks` and `head`, and with any of them `guard`."""
         if self.value == "0":
             return frozenset()
-        return frozenset({self.value} & {"sinks", "head"}) or frozenset({"sinks", "head"})
+        return (frozenset({self.value} & {"sinks", "head"}) or frozenset({"sinks", "head"})) | {"guard"}
 
     @property
     def strict(self) -> bool:

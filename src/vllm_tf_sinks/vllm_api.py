@@ -354,7 +354,7 @@ def use_config_of_transformers(model_config: Any) -> None:
     name = CONFIG_MAPPING_NAMES.get(config.model_type)
     if name is None or not type(config).__module__.startswith("vllm."):
         return
-    fields = config.to_dict()
+    fields = {field: value for field, value in config.to_dict().items() if value is not None}
     fields.pop("auto_map", None)
     model_config.hf_config = getattr(transformers, name).from_dict(fields)
     model_config.hf_text_config = model_config.hf_config.get_text_config()
@@ -399,8 +399,6 @@ def names_by_itself(model: Any, config: Any, names: list[str]) -> dict[str, str 
     Args:
         model: the base model, as Transformers builds it from `config`.
     """
-    from types import SimpleNamespace
-
     from vllm.model_executor.models.transformers.base import Base
 
     class Unbuilt:
@@ -435,3 +433,33 @@ def inspect_models_in_this_process() -> None:
     from vllm.model_executor.models import registry
 
     registry._run_in_subprocess = lambda inspect: inspect()
+
+
+def attention_layers(model: Any) -> dict[int, Any]:
+    """Layer index -> the attention layer of vLLM that serves it, on this rank."""
+    instances: dict[int, Any] | None = getattr(model, "attention_instances", None)  # up to vLLM 0.29
+    if instances is not None:
+        return instances
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+    held = [(module, getattr(module, attention_attribute(), None)) for module in model.model.modules()]
+    return {module.layer_idx: layer for module, layer in held if isinstance(layer, AttentionLayerBase)}
+
+
+def is_ordinary_attention(layer: Any) -> bool:
+    """Whether an attention layer is a decoder's, over keys and values as they are."""
+    from vllm.model_executor.layers.attention import Attention
+
+    return type(layer) is Attention
+
+
+def fixed_scale(layer: Any) -> float | None:
+    """The scale by which an attention layer multiplies logits; None where each call says (up to vLLM 0.29)."""
+    return getattr(layer.impl, "scale", None) if layers_take_sinks() else None
+
+
+def routes_by_softmax_only() -> bool:
+    """Whether this platform's experts route without groups by a plain softmax only, as the CPU's do."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())

@@ -275,7 +275,7 @@ def misfit(kind: str, reverts: bool = False) -> dict:
     return {
         "error": error,
         "rows": rows(),
-        "changed": [path for path in now if now[path] is not originals[path]],
+        "changed": [p.name for p in CATALOGUE if any(now.get(path) is not originals.get(path) for path in p.targets)],
         "warnings": messages(records, logging.WARNING),
         "info": messages(records, logging.INFO),
         "version": sys.modules["vllm.version"].__version__,

@@ -11,6 +11,56 @@ def _always_needed() -> str:
 
 CATALOGUE = (
     Patch(
+        name="guard.backend",
+        targets=(f"{vllm_api.BACKEND}.base:Base._decorate_for_torch_compile",),
+        parameters=("self",),
+        replacement="vllm_tf_sinks.guards.checks:name_missing_backend",
+        why="a model with attention classes of its own fails with a KeyError",
+        has=_always_needed,
+        upstream="none yet",
+        until="vLLM refuses it by name",
+    ),
+    Patch(
+        name="guard.rehearse",
+        targets=(f"{vllm_api.BACKEND}.base:Base._create_hf_to_vllm_mapper",),
+        parameters=("self",),
+        replacement="vllm_tf_sinks.guards.checks:rehearse_before_split",
+        why="masks, biases and states of a model are dropped without a word, and what needs them fails in use",
+        has=_always_needed,
+        upstream="none yet",
+        until="vLLM refuses models whose attention it does not compute",
+    ),
+    Patch(
+        name="guard.layers",
+        targets=(f"{vllm_api.BACKEND}.base:Base.init_parameters",),
+        parameters=("self", "module"),
+        replacement="vllm_tf_sinks.guards.checks:check_attention_layers",
+        why="attention layers are built from the config, whatever scale, window and heads the modules ask for",
+        has=_always_needed,
+        upstream="none yet",
+        until="vLLM refuses models whose attention it does not compute",
+    ),
+    Patch(
+        name="guard.experts",
+        targets=(f"{vllm_api.BACKEND}.moe:MoEMixin.recursive_replace",),
+        parameters=("self",),
+        replacement="vllm_tf_sinks.guards.experts:replace_experts",
+        why="experts are routed and computed as the config lets vLLM guess, not as the model's code does",
+        has=_always_needed,
+        upstream="more of the model's own router, vLLM 0.33",
+        until="vLLM checks its routing against the model's",
+    ),
+    Patch(
+        name="guard.linear",
+        targets=(f"{vllm_api.BACKEND}.base:replace_linear_class",),
+        parameters=("linear",),
+        replacement="vllm_tf_sinks.guards.linear:replace_only_linear",
+        why="routers that inherit from nn.Linear are replaced by plain linear layers, and crash in use",
+        has=_always_needed,
+        upstream="none yet",
+        until="vLLM replaces linear layers only",
+    ),
+    Patch(
         name="sinks.config",
         targets=(f"{vllm_api.BACKEND}.base:Base._patch_config",),
         parameters=("self",),
@@ -108,7 +158,6 @@ CATALOGUE = (
         upstream="none yet",
         until="vLLM's LoRA embeds tokens of any shape",
     ),
-)
     Patch(
         name="head.cpu_adapters",
         targets=("vllm.lora.punica_wrapper.punica_cpu:PunicaWrapperCPU.__init__",),
@@ -119,3 +168,4 @@ CATALOGUE = (
         upstream="no_lora_mask in LoRA's torch operations, vLLM 0.33",
         until="vLLM 0.33 is the oldest supported",
     ),
+)

@@ -50,7 +50,7 @@ class Patch:
 
     @property
     def group(self) -> str:
-        """The group that is applied whole or not at all: `sinks` or `head`."""
+        """The group that is applied whole or not at all: `sinks`, `head` or `guard`."""
         return self.name.partition(".")[0]
 
     def find(self) -> "Target":

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Refuse a model whose attention is not what vLLM's attention layers compute."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vllm_tf_sinks import vllm_api
+from vllm_tf_sinks.guards.errors import GuardError
+from vllm_tf_sinks.guards.rehearsal import GENUINE, Call, Mask, Rehearsal, rehearse
+
+# Tensors that modules pass to every attention function, and no softmax depends on
+HARMLESS = {
+    "position_ids",
+    "position_embeddings",
+    "cache_position",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "s_aux",  # that is what the sinks' own checks are for
+}
+
+
+def name_missing_backend(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`Base._decorate_for_torch_compile`, which builds a model first, and fails for one with attention classes.
+
+    Raises:
+        GuardError: naming the model, if it looks up its attention classes by vLLM's name.
+    """
+
+    @wraps(original)
+    def _decorate_for_torch_compile(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            original(self, *args, **kwargs)
+        except KeyError as error:
+            if error.args != (self.text_config._attn_implementation,):
+                raise
+            name = ", ".join(self.config.architectures or [self.config.model_type])
+            raise GuardError(f"{name} knows attention classes of its own only, and none of vLLM's.") from error
+
+    return _decorate_for_torch_compile
+
+
+def rehearse_before_split(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`Base._create_hf_to_vllm_mapper`, the last step at which a model is whole, which also rehearses it.
+
+    Raises:
+        GuardError: naming the model, if it cannot be right on vLLM.
+    """
+
+    @wraps(original)
+    def _create_hf_to_vllm_mapper(self: Any) -> None:
+        original(self)
+        if vllm_api.is_causal(self) and not vllm_api.is_draft(self):
+            self.rehearsal = rehearse(self.model, self.text_config)
+            _check_model(self, self.rehearsal)
+
+    return _create_hf_to_vllm_mapper
+
+
+def check_attention_layers(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`Base.init_parameters`, the step after attention layers are made, which also checks these.
+
+    Raises:
+        GuardError: naming the layer, if one computes something else than its module asks for.
+    """
+
+    @wraps(original)
+    def init_parameters(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+        if (rehearsal := vars(self).pop("rehearsal", None)) is not None:
+            _check_layers(self, rehearsal)
+        original(self, module, *args, **kwargs)
+
+    return init_parameters
+
+
+def _check_model(model: Any, rehearsal: Rehearsal) -> None:
+    name, text_config = type(model.model).__name__, model.text_config
+    error, is_text = rehearsal.error, model.config is text_config
+    if is_text and not rehearsal.masked and isinstance(error, GENUINE):
+        raise GuardError(
+            f"{name} does not run as vLLM calls it, without an attention mask and a cache: "
+            f"{type(error).__name__}: {error}."
+        ) from error
+    if rehearsal.states:
+        kept = " and ".join(sorted(rehearsal.states))
+        raise GuardError(f"{name} keeps {kept} between tokens, which this backend loses.")
+    for call in rehearsal.calls:
+        if call.masked:
+            raise GuardError(f"{call.module} of {name} passes an attention mask of its own, which vLLM drops.")
+        tensors = [name for name, value in call.arguments.items() if isinstance(value, Tensor)]
+        if dropped := set(tensors) - HARMLESS:
+            names = ", ".join(sorted(dropped))
+            raise GuardError(f"{call.module} of {name} passes {names} to its attention, which vLLM drops.")
+    caps = {call.arguments.get("softcap") for call in rehearsal.calls}
+    if len(caps) == 1 and hasattr(text_config, "attn_logit_softcapping"):
+        (text_config.attn_logit_softcapping,) = caps  # vLLM reads the config, Transformers what is passed
+
+
+def _check_layers(model: Any, rehearsal: Rehearsal) -> None:
+    layers = vllm_api.attention_layers(model)
+    name = type(model.model).__name__
+    silent = sorted({index for index in layers if index < rehearsal.layers} - {call.layer for call in rehearsal.calls})
+    if rehearsal.error is None and silent:
+        raise GuardError(f"{name} computes no attention in layer {silent[0]}, but something of its own.")
+    ranks = model.parallel_config.tensor_parallel_size
+    for call in [*rehearsal.calls, *rehearsal.masked]:
+        layer = layers.get(-1 if call.layer is None else call.layer)
+        if layer is None or not vllm_api.is_ordinary_attention(layer):
+            continue
+        if what := _mismatch(call, layer, ranks, model.model_config.max_model_len):
+            raise GuardError(f"{call.module} of {name} computes layer {call.layer} with {what}.")
+
+
+def _mismatch(call: Call, layer: Any, ranks: int, length: int) -> str:
+    """What of `call` the vLLM layer does otherwise, or ""."""
+    if call.head_size != layer.head_size:
+        return f"heads of size {call.head_size}, vLLM with {layer.head_size}"
+    query, key = call.query // call.head_size, call.key // call.head_size
+    if query not in (layer.num_heads, layer.num_heads * ranks):
+        return f"{query} query heads, vLLM with {layer.num_heads * ranks}"
+    if key not in (layer.num_kv_heads, layer.num_kv_heads * ranks) and key > ranks:
+        return f"{key} key-value heads, vLLM with {layer.num_kv_heads * ranks}"
+    scale = call.arguments.get("scaling")
+    own = vllm_api.fixed_scale(layer)
+    if isinstance(scale, (int, float)) and own is not None and abs(scale - own) > 1e-6 * abs(own):
+        return f"a scale of {scale:g}, vLLM with {own:g}"
+    if call.mask is not None and not _masks_as(call.mask, layer.sliding_window, length):
+        window = f"a window of {layer.sliding_window} tokens" if layer.sliding_window else "no window"
+        return f"another mask than vLLM's, which is causal with {window}"
+    return ""
+
+
+def _masks_as(mask: Mask, window: int | None, length: int) -> bool:
+    """Whether `mask` is that of causal attention over the last `window` of `length` tokens."""
+    _fill_closures(mask)
+    query = torch.tensor([0, length // 2, length - 1], device="cpu")[:, None]
+    key = torch.arange(length, device="cpu")[None]
+    zero = torch.zeros((), dtype=torch.long, device="cpu")
+    expected = (key <= query) & (key > query - window) if window else key <= query
+    try:
+        allowed = mask(zero, zero, query, key)
+    except Exception:  # it is made from what only a true batch has
+        return True
+    return bool((allowed == expected).all())
+
+
+def _fill_closures(function: Any) -> None:
+    """Give a mask the padding that it was made with, none, in place of tensors without contents."""
+    for cell in getattr(function, "__closure__", None) or ():
+        value = cell.cell_contents
+        if isinstance(value, Tensor) and value.is_meta:
+            cell.cell_contents = torch.zeros(value.shape, dtype=value.dtype, device="cpu")
+        for inner in value if isinstance(value, (list, tuple)) else (value,):
+            if callable(inner):
+                _fill_closures(inner)

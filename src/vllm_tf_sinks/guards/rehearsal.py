@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run a Transformers model once without weights, and note what it asks of attention and of its cache.
+
+The model is still as Transformers built it, whole and on the meta device: nothing is computed and no
+memory is needed. It runs once as vLLM will call it, and once with a cache and true masks, as
+Transformers itself would. A model that looks at values, which the meta device has none of, runs
+its first layers on the CPU, with zeros for weights.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+TOKENS = 5  # no size of a model, so that it is told from them
+
+Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the attention interface.
+
+    Attributes:
+        module: the class of the attention module.
+        layer: its `layer_idx`.
+        query, key: width of the queries and of the keys of one token, over all heads.
+        head_size: the width of one head of the queries.
+        masked: whether an attention mask was passed.
+        mask: what that mask was made from, if Transformers made it and the module left it alone.
+        arguments: everything passed by name.
+    """
+
+    module: str
+    layer: int | None
+    query: int
+    key: int
+    head_size: int
+    masked: bool
+    mask: Mask | None
+    arguments: dict[str, Any]
+
+
+@dataclass
+class Rehearsal:
+    """What came of it.
+
+    Attributes:
+        calls: the calls of the attention interface, as vLLM calls the model.
+        masked: the same with a cache and masks.
+        states: what the model keeps between tokens besides keys and values.
+        layers: how many of the model's layers took part.
+        error: what ended it before the model's output, or None.
+    """
+
+    calls: list[Call] = field(default_factory=list)
+    masked: list[Call] = field(default_factory=list)
+    states: set[str] = field(default_factory=set)
+    layers: int = 0
+    error: Exception | None = None
+
+
+# Methods of a cache -> what they keep
+_STATES = {
+    "update_conv_state": "a convolution's state",
+    "update_recurrent_state": "a recurrent state",
+    "update_indexer": "an indexer's keys",
+}
+_AS_VLLM, _WITH_MASKS = "vllm_rehearsal", "vllm_rehearsal_with_masks"
+
+_calls: ContextVar[list[Call]] = ContextVar("calls")
+_masks: ContextVar[list[tuple[Tensor, Mask]]] = ContextVar("masks")
+
+
+def rehearse(model: nn.Module, text_config: Any) -> Rehearsal:
+    """Run `model`, which is on the meta device but for its buffers, as vLLM and as Transformers would."""
+    with _on_meta(model):
+        rehearsal = _rehearse(model, text_config, text_config.num_hidden_layers, "batched_mm")
+    if rehearsal.error is None or isinstance(rehearsal.error, GENUINE):
+        return rehearsal
+    layers = min(text_config.num_hidden_layers, LAYERS_ON_CPU)
+    with _on_cpu(model, text_config.num_hidden_layers, layers):
+        return _rehearse(model, text_config, layers, "eager")
+
+
+# Errors of a model that is not given what it asks for, and not of an operation that looks at values
+GENUINE = (TypeError, AttributeError, ValueError, LookupError)
+LAYERS_ON_CPU = 8
+
+
+def _rehearse(model: nn.Module, text_config: Any, layers: int, experts: str) -> Rehearsal:
+    rehearsal = Rehearsal(layers=layers)
+    _masks.set([])
+    try:
+        with _implementations(text_config, _AS_VLLM, experts, rehearsal.calls):
+            _run(model, use_cache=False)
+        with _implementations(text_config, _WITH_MASKS, experts, rehearsal.masked):
+            _run(model, use_cache=True, past_key_values=_cache(text_config, rehearsal.states))
+    except Exception as error:  # whatever a model raises that is not given what it asks for
+        rehearsal.error = error
+    return rehearsal
+
+
+def _run(model: nn.Module, **kwargs: Any) -> None:
+    tokens = torch.zeros(1, TOKENS, dtype=torch.long)
+    positions = torch.arange(TOKENS)[None]
+    model.forward(input_ids=tokens, position_ids=positions, return_dict=False, **kwargs)
+
+
+def _cache(text_config: Any, states: set[str]) -> DynamicCache:
+    """A cache that notes what is kept in it."""
+
+    def noting(name: str) -> Callable[..., Any]:
+        def update(self: Any, *args: Any, **kwargs: Any) -> Any:
+            states.add(_STATES[name])
+            return getattr(super(cls, self), name)(*args, **kwargs)
+
+        return update
+
+    methods = {name: noting(name) for name in _STATES if hasattr(DynamicCache, name)}
+    cls = type("NotingCache", (DynamicCache,), methods)
+    cache: DynamicCache = cls(config=text_config)
+    return cache
+
+
+@contextmanager
+def _on_meta(model: nn.Module) -> Iterator[None]:
+    """Have the buffers of `model` on the meta device, as its parameters are."""
+
+    def moved(tensor: Tensor) -> Tensor:
+        return tensor.to("meta")
+
+    modules = list(model.modules())
+    buffers = [module._buffers for module in modules]
+    with _exchanged(buffers, moved), _uncompiled(modules), torch.device("meta"), torch.no_grad():
+        yield
+
+
+@contextmanager
+def _on_cpu(model: nn.Module, layers: int, kept: int) -> Iterator[None]:
+    """Have zeros for the parameters of `model`, which take no memory, and `kept` of its `layers`."""
+
+    def zeros(parameter: Tensor) -> Tensor:
+        return nn.Parameter(torch.zeros(1, dtype=parameter.dtype).expand(parameter.shape), requires_grad=False)
+
+    stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == layers]
+    whole = [dict(stack._modules) for stack in stacks]
+    for stack in stacks:
+        stack._modules = dict(list(stack._modules.items())[:kept])
+    modules = list(model.modules())
+    try:
+        parameters = [module._parameters for module in modules]
+        with _exchanged(parameters, zeros), _uncompiled(modules), torch.device("cpu"), torch.no_grad():
+            yield
+    finally:
+        for stack, own in zip(stacks, whole, strict=True):
+            stack._modules = own
+
+
+@contextmanager
+def _exchanged(namespaces: list[dict[str, Any]], exchange: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Within the context, hold other tensors under the same names."""
+    own = [dict(namespace) for namespace in namespaces]
+    try:
+        for namespace in namespaces:
+            namespace.update({name: exchange(value) for name, value in namespace.items() if value is not None})
+        yield
+    finally:
+        for namespace, original in zip(namespaces, own, strict=True):
+            namespace.clear()
+            namespace.update(original)
+
+
+@contextmanager
+def _uncompiled(modules: list[nn.Module]) -> Iterator[None]:
+    """Within the context, parts that vLLM would compile run as written."""
+    compiled: list[Any] = [module for module in modules if getattr(module, "do_not_compile", None) is False]
+    try:
+        for module in compiled:
+            module.do_not_compile = True
+        yield
+    finally:
+        for module in compiled:
+            module.do_not_compile = False
+
+
+@contextmanager
+def _implementations(text_config: Any, attention: str, experts: str, calls: list[Call]) -> Iterator[None]:
+    """Note what is passed to the attention interface, and run experts by an implementation that can."""
+    chosen = {"_attn_implementation": attention, "_experts_implementation": experts}
+    original: dict[str, Any] = {name: getattr(text_config, name, None) for name in chosen}
+    token = _calls.set(calls)
+    try:
+        for name, value in chosen.items():
+            setattr(text_config, name, value)
+        yield
+    finally:
+        _calls.reset(token)
+        for name in chosen:
+            setattr(text_config, name, original[name])
+
+
+def _note(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, *_: Any, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """An attention function: the output [N, heads * size] of queries [1, heads, N, size], as vLLM's has it."""
+    mask = next((made_from for made, made_from in _masks.get() if made is attention_mask), None)
+    layer = getattr(module, "layer_idx", None)
+    _calls.get().append(
+        Call(
+            module=type(module).__name__,
+            layer=layer if isinstance(layer, int) else None,
+            query=query.shape[1] * query.shape[-1],
+            key=key.shape[1] * key.shape[-1],
+            head_size=query.shape[-1],
+            masked=attention_mask is not None,
+            mask=mask,
+            arguments=kwargs,
+        )
+    )
+    return query.new_empty(query.shape[-2], query.shape[1] * value.shape[-1]), None
+
+
+def _mask(*, q_length: int, kv_length: int, mask_function: Mask, **_: Any) -> Tensor:
+    """A mask [1, 1, q, kv] without contents, by which `_note` knows what it was made from."""
+    mask = torch.empty(1, 1, q_length, kv_length, device="meta")
+    _masks.get().append((mask, mask_function))
+    return mask
+
+
+for _implementation in (_AS_VLLM, _WITH_MASKS):
+    ALL_ATTENTION_FUNCTIONS.register(_implementation, _note)
+ALL_MASK_ATTENTION_FUNCTIONS.register(_WITH_MASKS, _mask)

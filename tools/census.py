@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Serve every causal LM type of Transformers, tiny and random, and compare it with Hugging Face.
+
+    python tools/census.py --vllm 0.32.0            # all types; goes on where it was interrupted
+    python tools/census.py --vllm 0.32.0 doge zaya  # these types again
+
+Writes docs/compatibility.json and docs/compatibility.md.
+"""
+
+import argparse
+import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version as version_of
+from pathlib import Path
+from queue import SimpleQueue
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+import compatibility
+from overlay import overlay
+from support.parity import Verdict, check, worst
+from support.zygote import Zygote
+from tqdm import tqdm
+
+CACHE = Path(__file__).resolve().parent.parent / ".cache" / "census"
+PLUGIN, STOCK = "1", "0"  # values of VLLM_TF_SINKS
+AT_A_TIME = 2
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--vllm", default="0.32.0", metavar="VERSION")
+    parser.add_argument("--no-stock", action="store_true", help="leave out vLLM without the plugin")
+    parser.add_argument("types", nargs="*", metavar="TYPE", help="model types; all by default")
+    options = parser.parse_args()
+    settings = [PLUGIN] if options.no_stock else [PLUGIN, STOCK]
+    zygotes = [Zygote(options.vllm, overlay(options.vllm)) for _ in range(AT_A_TIME)]
+    try:
+        measured = _measure(zygotes, options.types, settings, _Partial(options.vllm, bool(options.types)))
+    finally:
+        for zygote in zygotes:
+            zygote.close()
+    results = compatibility.load()
+    results["transformers"] = version_of("transformers")
+    for name, ways in measured.items():
+        _enter(results["models"], name, options.vllm, ways)
+    compatibility.save(results)
+    for which in ("stock", "plugin"):
+        found = compatibility.counts(results["models"], options.vllm, which)
+        print(f"{options.vllm} {which}: " + ", ".join(f"{number} {outcome}" for outcome, number in found.items()))
+
+
+class _Partial:
+    """What an interrupted census of all types has measured."""
+
+    def __init__(self, version: str, is_part: bool) -> None:
+        self.path = CACHE / f"{version}.json"
+        self.is_part = is_part
+        self.measured: dict[str, list[dict]] = {}
+        if self.path.exists() and not is_part:
+            self.measured = json.loads(self.path.read_text())
+
+    def add(self, name: str, ways: list[dict]) -> None:
+        self.measured[name] = ways
+        if not self.is_part:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.write_text(json.dumps(self.measured))
+
+    def done(self) -> dict[str, list[dict]]:
+        if not self.is_part:
+            self.path.unlink(missing_ok=True)
+        return self.measured
+
+
+def _measure(zygotes: list[Zygote], types: list[str], settings: list[str], partial: _Partial) -> dict[str, list[dict]]:
+    """Model type -> what `check` says of each way to tie it."""
+    ways = zygotes[0].run("support.small:ways")
+    if unknown := set(types) - ways.keys():
+        raise SystemExit(f"no causal LM types: {', '.join(sorted(unknown))}")
+    wanted = [name for name in types or ways if name not in partial.measured]
+    free: SimpleQueue[Zygote] = SimpleQueue()
+    for zygote in zygotes:
+        free.put(zygote)
+
+    def measure(name: str) -> tuple[str, list[dict]]:
+        zygote = free.get()
+        try:
+            return name, [check(zygote, name, tied, settings) for tied in ways[name]]
+        finally:
+            free.put(zygote)
+
+    with ThreadPoolExecutor(len(zygotes)) as pool, tqdm(total=len(wanted), unit="type") as bar:
+        for name, found in pool.map(measure, wanted):
+            partial.add(name, found)
+            bar.update()
+            bar.set_postfix_str(f"{name}: {_verdict(found, PLUGIN).outcome}")
+    return partial.done()
+
+
+def _verdict(ways: list[dict], setting: str) -> Verdict:
+    return worst([Verdict(**way[setting]) for way in ways])
+
+
+def _enter(models: dict, name: str, version: str, ways: list[dict]) -> None:
+    """Write what was measured of one type into `models`."""
+    model = models.setdefault(name, {"vllm": {}})
+    model |= {"head": ways[0].get("head", ""), "sinks": ways[0].get("sinks", 0)}
+    entry = model["vllm"].setdefault(version, {})
+    plugin = _verdict(ways, PLUGIN)
+    entry |= {"plugin": plugin.outcome, "reason": plugin.reason}
+    if STOCK in ways[0]:
+        entry["stock"] = _verdict(ways, STOCK).outcome
+
+
+if __name__ == "__main__":
+    main()
