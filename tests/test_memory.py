@@ -14,12 +14,8 @@ CONSTANTS = 64  # bytes of numbers that torch makes tensors of
         ("granite", "float32", "stock_scale", 0),
         ("granite", "bfloat16", "stock_scale", 0),
         ("gemma2", "bfloat16", "stock_cap", 0),
-        (
-            "warped_llama",
-            "bfloat16",
-            "stock_cap",
-            8,
-        ),  # a norm in float32, a dense layer, and a cap after the projection
+        # A norm in float32 and a dense layer before the projection, a cap after it
+        ("warped_llama", "bfloat16", "stock_cap", 8),
     ],
 )
 def test_peak_of_a_long_prompt(vllm, checkpoint, name, dtype, stock, hidden_states):
