@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The examples run as they are written."""
 
+import json
 import os
 import subprocess
 import sys
@@ -37,22 +38,24 @@ def tokens(output: str) -> list[str]:
     return [line.split()[0] for line in output.splitlines() if line.startswith("   ")]
 
 
-def test_offline_and_online_say_the_same(model, tmp_path):
+def offline(model: str, environment: dict[str, str] | None = None, **options) -> list[str]:
+    options = {"enforce_eager": True, "dtype": "float32", **options}
+    return tokens(
+        run(sys.executable, "examples/offline_inference.py", model, json.dumps(options), **(environment or {}))
+    )
+
+
+def test_offline_online_and_on_two_ranks_the_same_is_said(model, tmp_path):
     from serving import server
 
-    offline = run(sys.executable, "examples/offline_inference.py", model)
+    workers = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    said = offline(model)
+    assert len(said) == 8
+    assert offline(model, workers, tensor_parallel_size=2) == said
     with server(Path(model), None, True, tmp_path) as started:
         started.wait()
-        online = run(sys.executable, "examples/online_client.py", f"http://127.0.0.1:{started.port}")
-    assert len(tokens(offline)) == 8
-    assert tokens(offline) == tokens(online)
-
-
-def test_tensor_parallel(model):
-    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
-    one = run(sys.executable, "examples/offline_inference.py", model)
-    two = run(sys.executable, "examples/offline_inference.py", model, "2", **environment)
-    assert tokens(one) == tokens(two)
+        address = f"http://127.0.0.1:{started.port}"
+        assert tokens(run(sys.executable, "examples/online_client.py", address)) == said
 
 
 def test_check_before_deployment(model):
