@@ -121,7 +121,8 @@ def misread_cache(model: Any) -> str:
     """The dtype of a KV cache that ordinary attention on the CPU would misread, or "".
 
     Its kernels take the dtypes that the backend names. Anything else they read as if it were the model's
-    dtype, which is right only where that has the same size. Other platforms choose a backend by it.
+    dtype, which is right only where that has the same size. Other platforms choose a backend by it, and
+    vLLM 0.33 refuses it.
     """
     import torch
     from vllm.platforms import current_platform

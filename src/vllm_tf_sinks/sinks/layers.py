@@ -101,7 +101,8 @@ class _SinkLayers:
         except (TypeError, ValueError) as error:
             raise SinkError(
                 f"Attention layer {kwargs['prefix']} cannot be built with its sink {sink.parameter_name}: "
-                f"{error}. Attention backends that take sinks: {', '.join(vllm_api.backends_with_sinks())}."
+                f"{str(error).rstrip('.')}. "
+                f"Attention backends that take sinks: {', '.join(vllm_api.backends_with_sinks())}."
             ) from error
         # A kernel reads the parameter itself, not a copy of it that would have to follow each reload
         parameter.data = parameter.data.to(vllm_api.sink_dtype(layer.attn_backend.get_name(), parameter.dtype))
