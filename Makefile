@@ -10,7 +10,7 @@ export PYTHONDONTWRITEBYTECODE := 1
 export RUFF_CACHE_DIR := .cache/ruff
 export MYPY_CACHE_DIR := .cache/mypy
 
-.PHONY: setup demo test lint build clean
+.PHONY: setup demo test lint census matrix bench docs build clean
 
 setup:
 	@python3 tools/setup_env.py
@@ -20,12 +20,24 @@ demo: setup
 
 test: lint
 	@$(PYTHON) tools/overlay.py $(VLLM)
-	$(PYTHON) -m pytest -o cache_dir=.cache/pytest $(VLLM:%=--vllm %)
+	$(PYTHON) -m pytest -n 2 -o cache_dir=.cache/pytest $(VLLM:%=--vllm %)
 
 lint: setup
 	$(PYTHON) -m ruff check $(CODE)
 	$(PYTHON) -m ruff format --check $(CODE)
 	$(PYTHON) -m mypy --strict src
+
+census: setup
+	$(PYTHON) tools/census.py --vllm $(lastword $(VLLM))
+
+matrix: setup
+	$(PYTHON) tools/matrix.py
+
+bench: setup
+	$(PYTHON) -m benchmarks
+
+docs: setup
+	$(PYTHON) tools/docs.py
 
 build: setup
 	$(PYTHON) -m build
