@@ -11,6 +11,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModel
 
 from vllm_tf_sinks import stock, vllm_api
+from vllm_tf_sinks.guards.checks import check_rehearsal
+from vllm_tf_sinks.guards.errors import GuardError
+from vllm_tf_sinks.guards.rehearsal import rehearse
 from vllm_tf_sinks.head.build import Head, build_head, causal_lm_class
 from vllm_tf_sinks.head.classify import Kind, Plan, classify
 from vllm_tf_sinks.head.describe import describe
@@ -146,12 +149,26 @@ def inspect_model(
     except Exception as error:  # constructors of any class, remote ones too
         report.refuse(f"Transformers cannot build its base model: {type(error).__name__}: {error}")
         return report
+    _inspect_attention(report, unbuilt, settings)
     _inspect_sinks(report, unbuilt, settings)
     _inspect_head(report, unbuilt, settings)
     report.features["pipeline parallel"] = (
         "yes, by the model's own plan" if unbuilt.model.supports_pp_plan else "yes, by a plan that vLLM infers"
     )
     return report
+
+
+def _inspect_attention(report: Inspection, unbuilt: _Unbuilt, settings: Settings) -> None:
+    """What shows before there are attention layers: these are checked when vLLM has made them."""
+    try:
+        check_rehearsal(unbuilt, rehearse(unbuilt.model, unbuilt.text_config))
+    except GuardError as error:
+        faults = [f"serves it all the same, though: {error}"]
+        report.alone += faults
+        if "guard" in settings.groups:
+            report.refuse(error)
+        else:
+            _off(report, faults, settings)
 
 
 def _inspect_sinks(report: Inspection, unbuilt: _Unbuilt, settings: Settings) -> None:

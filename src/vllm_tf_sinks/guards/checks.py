@@ -55,7 +55,7 @@ def rehearse_before_split(original: Callable[..., Any]) -> Callable[..., Any]:
         original(self)
         if vllm_api.is_causal(self) and not vllm_api.is_draft(self):
             self.rehearsal = rehearse(self.model, self.text_config)
-            _check_model(self, self.rehearsal)
+            check_rehearsal(self, self.rehearsal)
 
     return _create_hf_to_vllm_mapper
 
@@ -76,7 +76,12 @@ def check_attention_layers(original: Callable[..., Any]) -> Callable[..., Any]:
     return init_parameters
 
 
-def _check_model(model: Any, rehearsal: Rehearsal) -> None:
+def check_rehearsal(model: Any, rehearsal: Rehearsal) -> None:
+    """Check what `model`, vLLM's around a Transformers model, did in its rehearsal.
+
+    Raises:
+        GuardError: naming the model, if it needs what vLLM drops.
+    """
     name, text_config = type(model.model).__name__, model.text_config
     error, is_text = rehearsal.error, model.config is text_config
     if is_text and not rehearsal.masked and isinstance(error, GENUINE):
