@@ -42,8 +42,11 @@ def worst(verdicts: list[Verdict]) -> Verdict:
     return min(verdicts, key=lambda verdict: WORST_FIRST.index(verdict.outcome))
 
 
-def check(vllm: Zygote, model_type: str, tied: bool, settings: list[str]) -> dict:
+def check(vllm: Zygote, model_type: str, tied: bool, settings: list[str], **changes) -> dict:
     """Build `model_type` and serve it under each value of `VLLM_TF_SINKS` in `settings`.
+
+    Args:
+        changes: fields of the config.
 
     Returns:
         What `support.small:build` says of the model, and a verdict under each of the `settings`.
@@ -52,7 +55,7 @@ def check(vllm: Zygote, model_type: str, tied: bool, settings: list[str]) -> dic
         return dict.fromkeys(settings, asdict(Verdict("not built", NOT_BUILT[model_type])))
     with tempfile.TemporaryDirectory() as folder:
         try:
-            said = vllm.run("support.small:build", model_type=model_type, folder=folder, tied=tied)
+            said = vllm.run("support.small:build", model_type=model_type, folder=folder, tied=tied, **changes)
         except JobError as error:
             reason = str(error).partition("--- log ---")[0].strip().splitlines()[-1]
             return dict.fromkeys(settings, asdict(Verdict("not built", reason)))

@@ -148,7 +148,7 @@ def model_types() -> dict[str, str]:
     return dict(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()))
 
 
-def small_config(model_type: str, tied: bool):
+def small_config(model_type: str, tied: bool, **changes):
     """The config of a tiny model of `model_type`, a text model's where the class takes that."""
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -157,7 +157,8 @@ def small_config(model_type: str, tied: bool):
     config_class = CONFIG_MAPPING[model_type]
     if not issubclass(config_class, cls.config_class):
         config_class = cls.config_class
-    return config_class(**_fields(config_class, OTHERS.get(model_type, {})), tie_word_embeddings=tied)
+    fields = _fields(config_class, {**OTHERS.get(model_type, {}), **changes})
+    return config_class(**fields, tie_word_embeddings=tied)
 
 
 def _fields(config_class, others: dict) -> dict:
@@ -203,7 +204,7 @@ def ways() -> dict[str, list[bool]]:
     }
 
 
-def build(model_type: str, folder: str, tied: bool = False) -> dict:
+def build(model_type: str, folder: str, tied: bool = False, **changes) -> dict:
     """Save a random model of `model_type` to `folder`, and say what is in it."""
     import torch
     import transformers
@@ -212,7 +213,7 @@ def build(model_type: str, folder: str, tied: bool = False) -> dict:
 
     torch.manual_seed(0)
     cls = getattr(transformers, model_types()[model_type])
-    model = cls(small_config(model_type, tied)).eval()
+    model = cls(small_config(model_type, tied, **changes)).eval()
     randomise(model)
     for name, buffer in model.named_buffers():
         if name.endswith("correction_bias"):

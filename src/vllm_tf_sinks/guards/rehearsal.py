@@ -14,7 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 from transformers import DynamicCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -139,7 +142,7 @@ def _on_meta(model: nn.Module) -> Iterator[None]:
 
     modules = list(model.modules())
     buffers = [module._buffers for module in modules]
-    with _exchanged(buffers, moved), _uncompiled(modules), torch.device("meta"), torch.no_grad():
+    with _as_written(modules), _exchanged(buffers, moved), torch.device("meta"), torch.no_grad():
         yield
 
 
@@ -157,11 +160,35 @@ def _on_cpu(model: nn.Module, layers: int, kept: int) -> Iterator[None]:
     modules = list(model.modules())
     try:
         parameters = [module._parameters for module in modules]
-        with _exchanged(parameters, zeros), _uncompiled(modules), torch.device("cpu"), torch.no_grad():
+        with _as_written(modules), _exchanged(parameters, zeros), torch.device("cpu"), torch.no_grad(), _NoProducts():
             yield
     finally:
         for stack, own in zip(stacks, whole, strict=True):
             stack._modules = own
+
+
+class _NoProducts(TorchFunctionMode):
+    """Let products of matrices be zeros, without computing them: their shapes are what counts."""
+
+    FUNCTIONS = (
+        F.linear,
+        torch.matmul,
+        Tensor.matmul,
+        Tensor.__matmul__,
+        torch.mm,
+        torch.bmm,
+        torch.addmm,
+        torch.baddbmm,
+    )
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func not in self.FUNCTIONS:
+            return func(*args, **kwargs)
+        args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
+        return torch.zeros_like(func(*args, **kwargs), device="cpu")
 
 
 @contextmanager
@@ -179,16 +206,13 @@ def _exchanged(namespaces: list[dict[str, Any]], exchange: Callable[[Tensor], Te
 
 
 @contextmanager
-def _uncompiled(modules: list[nn.Module]) -> Iterator[None]:
-    """Within the context, parts that vLLM would compile run as written."""
-    compiled: list[Any] = [module for module in modules if getattr(module, "do_not_compile", None) is False]
-    try:
-        for module in compiled:
-            module.do_not_compile = True
+def _as_written(modules: list[Any]) -> Iterator[None]:
+    """Run without what vLLM would compile, and take back what modules note in their attributes: tables, say."""
+    with _exchanged([vars(module) for module in modules], lambda tensor: tensor):
+        for module in modules:
+            if getattr(module, "do_not_compile", None) is False:
+                module.do_not_compile = True
         yield
-    finally:
-        for module in compiled:
-            module.do_not_compile = False
 
 
 @contextmanager
