@@ -10,9 +10,6 @@ from contextlib import contextmanager
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
-from packaging.specifiers import SpecifierSet
-from packaging.version import Version
-
 from vllm_tf_sinks.swap import swapped
 
 if TYPE_CHECKING:
@@ -20,7 +17,7 @@ if TYPE_CHECKING:
 
 BACKEND = "vllm.model_executor.models.transformers"
 LARGEST_VOCABULARY_OF_ADAPTERS = 258_048  # LoRA starts with no larger projection
-SUPPORTED = SpecifierSet(">=0.27.1,<0.34", prereleases=True)
+SUPPORTED = ">=0.27.1,<0.34"
 
 
 def version() -> str:
@@ -32,7 +29,10 @@ def version() -> str:
 
 def unsupported_version() -> str:
     """Why this vLLM is outside the supported range, or ""."""
-    if version() == "dev" or Version(version()).base_version in SUPPORTED:
+    from packaging.specifiers import SpecifierSet  # slow to import, and not needed by register()
+    from packaging.version import Version
+
+    if version() == "dev" or Version(version()).base_version in SpecifierSet(SUPPORTED, prereleases=True):
         return ""
     return f"vLLM {version()} is outside the supported range {SUPPORTED}"
 
