@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the parts of the documentation that are made from code.
-
-    python tools/docs.py
-"""
+"""Write the parts of the documentation that are made from code: python tools/docs.py."""
 
 from pathlib import Path
 
