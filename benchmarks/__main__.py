@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measure everything, print one table, and write docs/performance.md.
+
+python -m benchmarks                     # about 12 minutes on 2 quiet cores
+python -m benchmarks startup logits      # these anew; the page keeps the rest
+python -m benchmarks --small             # every code path on tiny models; writes nothing
+"""
+
+import argparse
+import importlib
+import tempfile
+from pathlib import Path
+
+from tqdm import tqdm
+
+from benchmarks import report
+from benchmarks.lab import FULL, NEWER, OLDER, SMALL, Lab, machine
+
+SUBJECTS = ["startup", "logits", "memory", "attention", "throughput", "sharded"]
+
+
+def measure(subjects: list[str], small: bool, newer: str, older: str) -> dict[str, report.Section]:
+    """The sections of `subjects`, each kept as soon as it is there."""
+    sections = {}
+    with tempfile.TemporaryDirectory() as scratch, Lab(SMALL if small else FULL, Path(scratch), newer, older) as lab:
+        for subject in (bar := tqdm(subjects)):
+            bar.set_description(subject)
+            sections[subject] = section = importlib.import_module(f"benchmarks.{subject}").measure(lab)
+            section.machine = machine(lab)
+            if not small:
+                section.save(subject, report.RESULTS)
+    return sections
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks", description=__doc__.splitlines()[0])
+    parser.add_argument("subjects", nargs="*", choices=[[], *SUBJECTS], default=[], help="all of them if none is named")
+    parser.add_argument("--small", action="store_true", help="tiny models, one round; writes nothing")
+    parser.add_argument("--newer", default=NEWER, help="the vLLM to measure (%(default)s)")
+    parser.add_argument("--older", default=OLDER, help="one without sinks of its own (%(default)s)")
+    options = parser.parse_args()
+    sections = measure(options.subjects or SUBJECTS, options.small, options.newer, options.older)
+    if not options.small:
+        kept = {subject: report.RESULTS / f"{subject}.json" for subject in SUBJECTS}
+        sections = {subject: report.Section.load(path) for subject, path in kept.items() if path.exists()}
+        report.write_page(sections)
+    print(report.figures(sections))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `compute_logits` costs beyond the projection, by kind of head."""
+
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.lab import ENGINE, Lab
+from benchmarks.measure import Sample, in_turn
+from benchmarks.report import Line, Section, Table
+
+LIMIT = 30e-6
+HERE, PEER, PASS, WRITTEN = "here", "peer", "pass", "as written"
+DUMMY = {"load_format": "dummy", "dtype": "bfloat16", "kv_cache_memory_bytes": 2**26, "max_model_len": 64}
+NARROW = {"num_hidden_layers": 1, "intermediate_size": 128}
+
+
+def measure(lab: Lab) -> Section:
+    section = Section()
+    section.lines.append(_projection_only(lab))
+    for vocabulary in lab.sizes.vocabularies:
+        section.lines += _elementwise(lab, vocabulary)
+    section.lines += _transform(lab)
+    section.tables += [_growth(lab), _against_as_written(lab)]
+    return section
+
+
+def _projection_only(lab: Lab) -> Line:
+    same = lab.vllm(lab.newer).run("benchmarks.logits:is_stock", checkpoint=lab.empty("Llama"))
+    return Line(
+        "`compute_logits`, a head that is a projection only (Llama)",
+        "stock",
+        "the same function",
+        "the same function" if same else "another function",
+        "",
+        "",
+        same,
+    )
+
+
+def _elementwise(lab: Lab, vocabulary: int) -> list[Line]:
+    samples = _run(lab, "Granite", lab.sizes.rows, hidden_size=lab.sizes.hidden, vocab_size=vocabulary)
+    return [
+        _line(
+            f"`compute_logits`, elementwise head (Granite), {rows} x {lab.sizes.hidden} to {vocabulary}, bfloat16; "
+            "projection stubbed out",
+            "vLLM's logits processor, and one pass in place",
+            each[HERE],
+            each[PEER],
+            each[HERE] - each[PEER] - each[PASS],
+        )
+        for rows, each in samples.items()
+    ]
+
+
+def _transform(lab: Lab) -> list[Line]:
+    samples = _run(lab, "ModernBertDecoder", lab.sizes.rows, hidden_size=768 if lab.sizes.hidden > 768 else 128)
+    return [
+        _line(
+            f"`compute_logits`, transform head (ModernBERT decoder), {rows} rows, bfloat16; projection stubbed out",
+            "the same operations by hand",
+            each[HERE],
+            each[PEER],
+            each[HERE] - each[PEER],
+        )
+        for rows, each in samples.items()
+    ]
+
+
+def _line(what: str, against: str, here: Sample, peer: Sample, more: Sample) -> Line:
+    ours, theirs, difference = (f"{each.text(pattern, 1e6)} us" for each, pattern in
+                                ((here, ".0f"), (peer, ".0f"), (more, "+.0f")))  # fmt: skip
+    return Line(what, against, "+30 us", ours, theirs, difference, more.median <= LIMIT)
+
+
+def _growth(lab: Lab) -> Table:
+    """The whole call, projection included."""
+    rows = []
+    for vocabulary in lab.sizes.many_tokens:
+        samples = _run(
+            lab, "Granite", lab.sizes.many_rows, stubbed=False, hidden_size=lab.sizes.hidden, vocab_size=vocabulary
+        )
+        for number, each in samples.items():
+            ms = [each[name].text(".2f", 1e3) for name in (HERE, PEER, PASS)]
+            rows.append([f"{vocabulary:,}", str(number), *ms, (each[HERE] / each[PEER]).text(".3f")])
+    head = ["vocabulary", "rows", "elementwise head, ms", "bare projection, ms", "one pass in place, ms", "ratio"]
+    return Table(f"Whole calls, hidden {lab.sizes.hidden}, bfloat16, all cores", head, rows)
+
+
+def _against_as_written(lab: Lab) -> Table:
+    rows = []
+    for kind in ("Granite", "ModernBertDecoder"):
+        samples = _run(lab, kind, lab.sizes.rows, hidden_size=768 if lab.sizes.hidden > 768 else 128, vocab_size=50_368)
+        for number, each in samples.items():
+            us = [each[name].text(".0f", 1e6) for name in (PEER, HERE, WRITTEN)]
+            rows.append([kind, str(number), *us])
+    head = ["head", "rows", "peer, us", "here, us", "the ForCausalLM class as written, us"]
+    return Table("What flattening spares, vocabulary 50,368, projection stubbed out", head, rows)
+
+
+def _run(
+    lab: Lab, kind: str, rows: tuple[int, ...], stubbed: bool = True, **config: int
+) -> dict[int, dict[str, Sample]]:
+    sizes = {"blocks": lab.sizes.blocks, "calls": lab.sizes.calls if stubbed else 1}
+    folder = lab.empty(kind, **NARROW, **config)
+    return lab.vllm(lab.newer).run("benchmarks.logits:samples", checkpoint=folder, rows=rows, stubbed=stubbed, **sizes)
+
+
+def is_stock(checkpoint: str) -> bool:
+    """A job: whether a model's `compute_logits` is the function of vLLM's class."""
+    from vllm import LLM
+    from vllm.model_executor.models.transformers.causal import CausalMixin
+
+    def same(model: Any) -> bool:
+        return model.compute_logits.__func__ is CausalMixin.__dict__["compute_logits"]
+
+    return LLM(checkpoint, **{**ENGINE, **DUMMY}).apply_model(same)[0]
+
+
+def samples(
+    checkpoint: str, rows: tuple[int, ...], stubbed: bool, blocks: int, calls: int
+) -> dict[int, dict[str, Sample]]:
+    """A job: seconds a call, for each number of rows.
+
+    Args:
+        stubbed: put a function that only returns logits in place of the matrix product, whose noise hides
+            microseconds; then on one core.
+    """
+    from vllm import LLM
+
+    def measure(model: Any) -> dict[int, dict[str, Sample]]:
+        return {number: _samples_of(model, number, stubbed, blocks, calls) for number in rows}
+
+    return LLM(checkpoint, **{**ENGINE, **DUMMY}).apply_model(measure)[0]
+
+
+def _samples_of(model: Any, rows: int, stubbed: bool, blocks: int, calls: int) -> dict[str, Sample]:
+    import torch
+    from torch.utils.benchmark import Timer
+
+    from vllm_tf_sinks.head.classify import as_written
+    from vllm_tf_sinks.head.run import logits_function
+
+    hidden = torch.randn(rows, model.text_config.hidden_size, dtype=torch.bfloat16)
+    logits = torch.zeros(rows, model.lm_head.weight.shape[0], dtype=torch.bfloat16)  # stays zero under any scale
+    functions = {HERE: model.compute_logits, **_peers(model, logits)}
+    if stubbed:
+        model.lm_head.quant_method = Stub(logits)
+        functions[WRITTEN] = logits_function(model, model.own_head, as_written(model.own_head))
+    threads = 1 if stubbed else torch.get_num_threads()
+
+    def seconds(function: Callable[[Any], Any]) -> float:
+        timer = Timer("function(hidden)", globals={"function": function, "hidden": hidden}, num_threads=threads)
+        return timer.timeit(calls).mean
+
+    with torch.inference_mode():
+        return in_turn({name: lambda f=f: seconds(f) for name, f in functions.items()}, blocks)
+
+
+class Stub:
+    """In place of vLLM's way to apply the projection: the answer is there already."""
+
+    def __init__(self, logits: Any) -> None:
+        self.logits = logits
+
+    def apply(self, *_: Any, **__: Any) -> Any:
+        """Answers as vLLM's own would."""
+        return self.logits
+
+
+def _peers(model: Any, logits: Any) -> dict[str, Callable[[Any], Any]]:
+    """What a head is held against, written by hand."""
+    from torch.nn import functional
+
+    processor, lm_head = model.logits_processor, model.lm_head
+    if not hasattr(model, "output_head"):
+        return {
+            PEER: lambda hidden: processor(lm_head, hidden, lm_head.bias),
+            PASS: lambda hidden: logits.div_(8.0),
+        }
+    head = model.output_head.lm_head
+
+    def by_hand(hidden: Any) -> Any:
+        x = functional.gelu(functional.linear(hidden, head.dense.weight, head.dense.bias))
+        x = functional.layer_norm(x, head.norm.normalized_shape, head.norm.weight, head.norm.bias, head.norm.eps)
+        return processor(lm_head, x, lm_head.bias)
+
+    return {PEER: by_hand}

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers from repeated runs, taken in turn so that all of them see the same machine."""
+
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from tqdm import tqdm
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What repeated runs gave, round by round."""
+
+    values: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """The middle one."""
+        return statistics.median(self.values)
+
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        """Half of the values lie between these."""
+        if len(self.values) < 2:
+            return self.values[0], self.values[0]
+        low, _, high = statistics.quantiles(self.values, method="inclusive")
+        return low, high
+
+    def __sub__(self, other: "Sample") -> "Sample":
+        """Differences within a round: what the whole machine does in a round falls out."""
+        return Sample(tuple(a - b for a, b in zip(self.values, other.values, strict=True)))
+
+    def __truediv__(self, other: "Sample") -> "Sample":
+        """Ratios within a round."""
+        return Sample(tuple(a / b for a, b in zip(self.values, other.values, strict=True)))
+
+    def text(self, pattern: str, factor: float = 1) -> str:
+        """The median and the quartiles."""
+        low, high = self.quartiles
+        return f"{factor * self.median:{pattern}} ({factor * low:{pattern}} to {factor * high:{pattern}})"
+
+
+def in_turn(runs: Mapping[str, Callable[[], float]], rounds: int, title: str = "") -> dict[str, Sample]:
+    """What each of `runs` returns in each of `rounds`; every other round goes backwards, so that drift falls out.
+
+    Args:
+        title: of a progress bar; none is shown without.
+    """
+    values: dict[str, list[float]] = {name: [] for name in runs}
+    with tqdm(total=rounds * len(runs), desc=title, leave=False, disable=not title) as bar:
+        for number in range(rounds):
+            for name in list(runs)[:: -1 if number % 2 else 1]:
+                values[name].append(runs[name]())
+                bar.update()
+    return {name: Sample(tuple(numbers)) for name, numbers in values.items()}

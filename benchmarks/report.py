@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Figures as Markdown, and where they are kept between runs."""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / ".cache" / "benchmarks"
+PAGE = ROOT / "docs" / "performance.md"
+START, END = "<!-- figures: written by make bench -->", "<!-- end of figures -->"
+
+
+@dataclass(frozen=True)
+class Line:
+    """A target, and whether it is met.
+
+    Attributes:
+        what: is measured.
+        against: which peer.
+        target: how close it has to come.
+        ours, peer: medians, with quartiles.
+        difference: of both, round by round.
+        met: None where there is no target.
+    """
+
+    what: str
+    against: str
+    target: str
+    ours: str
+    peer: str
+    difference: str
+    met: bool | None = None
+
+    @property
+    def cells(self) -> list[str]:
+        """A row of the table."""
+        verdict = "" if self.met is None else "met" if self.met else "**missed**"
+        return [self.what, self.against, self.ours, self.peer, self.difference, self.target, verdict]
+
+
+@dataclass(frozen=True)
+class Table:
+    """How a cost grows."""
+
+    title: str
+    head: list[str]
+    rows: list[list[str]]
+
+
+@dataclass
+class Section:
+    """What came of one subject.
+
+    Attributes:
+        machine: what it was measured on, and when.
+    """
+
+    lines: list[Line] = field(default_factory=list)
+    tables: list[Table] = field(default_factory=list)
+    machine: str = ""
+
+    def save(self, subject: str, folder: Path) -> None:
+        """Keep it for the page."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{subject}.json").write_text(json.dumps(asdict(self), indent=1))
+
+    @classmethod
+    def load(cls, path: Path) -> "Section":
+        """What `save` kept."""
+        kept = json.loads(path.read_text())
+        return cls(
+            [Line(**each) for each in kept["lines"]], [Table(**each) for each in kept["tables"]], kept["machine"]
+        )
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table."""
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows))
+
+
+def lines_table(sections: Iterable[Section]) -> str:
+    """The lines of all sections in one table."""
+    head = ["what", "against", "here", "peer", "difference", "target", ""]
+    return markdown(head, [line.cells for section in sections for line in section.lines])
+
+
+def figures(sections: dict[str, Section]) -> str:
+    """The generated part of the page."""
+    parts = [lines_table(sections.values())]
+    for table in [table for section in sections.values() for table in section.tables]:
+        parts += [f"### {table.title}", markdown(table.head, table.rows)]
+    parts += ["### Measured on", markdown(["subject", "machine"], [[s, each.machine] for s, each in sections.items()])]
+    return "\n\n".join(parts)
+
+
+def write_page(sections: dict[str, Section], page: Path = PAGE) -> None:
+    """Put the figures between the marks of the page; what is around them is written by hand."""
+    before, _, rest = page.read_text().partition(START)
+    _, _, after = rest.partition(END)
+    page.write_text(f"{before}{START}\n\n{figures(sections)}\n\n{END}{after}")

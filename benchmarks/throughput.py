@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokens a second, prefill and decode, against native models, stock sinks and models without either."""
+
+import time
+from typing import Any
+
+from benchmarks.lab import ENGINE, OFF, ON, Lab
+from benchmarks.measure import Sample, in_turn
+from benchmarks.report import Line, Section
+
+SHARE = 0.98
+PHASES = ("prefill", "decode")
+
+
+def measure(lab: Lab) -> Section:
+    newer, older = lab.newer, lab.older
+    granite, sinks, llama = (lab.model(name) for name in ("granite", "granite_swa", "llama"))
+    native = {"model_impl": "vllm"}
+    here = f"vLLM {newer} with plugin"
+    scaled = _samples(
+        lab,
+        {
+            here: (newer, granite, ON, {}),
+            "its native Granite": (newer, granite, ON, native),
+            "plugin off": (newer, granite, OFF, {}),
+        },
+        "Granite",
+    )
+    older_here = f"vLLM {older} with plugin"
+    sunk = _samples(
+        lab,
+        {
+            older_here: (older, sinks, ON, {}),
+            f"vLLM {newer}, its own sinks, plugin off": (newer, sinks, OFF, {}),
+            f"vLLM {newer} with plugin": (newer, sinks, ON, {}),
+            f"vLLM {older}, a Llama of that size": (older, llama, ON, {}),
+        },
+        "GraniteSWA",
+    )
+    return Section([*_lines("SmolLM2 as Granite", scaled), *_lines("SmolLM2 as GraniteSWA", sunk)])
+
+
+def _samples(
+    lab: Lab, configurations: dict[str, tuple[str, str, dict[str, str], dict[str, Any]]], title: str
+) -> dict[str, dict[str, Sample]]:
+    """Tokens a second of each phase and configuration: version, folder, variables and arguments of the engine."""
+    sizes = {"requests": lab.sizes.requests, "prompt": lab.sizes.prompt, "new_tokens": lab.sizes.new_tokens}
+    decoded: dict[str, list[float]] = {name: [] for name in configurations}
+
+    def run(name: str) -> float:
+        version, folder, env, engine = configurations[name]
+        prefill, decode = lab.vllm(version).run(
+            "benchmarks.throughput:serve", env, checkpoint=folder, **sizes, **engine
+        )
+        decoded[name].append(decode)
+        return prefill
+
+    prefill = in_turn({name: lambda name=name: run(name) for name in configurations}, lab.sizes.rounds, title)
+    decode = {name: Sample(tuple(values)) for name, values in decoded.items()}
+    return dict(zip(PHASES, (prefill, decode), strict=True))
+
+
+def _lines(model: str, samples: dict[str, dict[str, Sample]]) -> list[Line]:
+    """The first configuration against each other one; the target is set against the first of these."""
+    lines = []
+    for phase, each in samples.items():
+        (here, ours), *peers = each.items()
+        for number, (peer, theirs) in enumerate(peers):
+            share = ours / theirs
+            lines.append(
+                Line(
+                    f"{model}, {phase}, float32, eager: {here}",
+                    peer,
+                    "" if number else "at least 0.98",
+                    f"{ours.text('.0f')} tokens/s",
+                    f"{theirs.text('.0f')} tokens/s",
+                    f"x {share.text('.3f')}",
+                    None if number else share.median >= SHARE,
+                )
+            )
+    return lines
+
+
+def serve(checkpoint: str, requests: int, prompt: int, new_tokens: int, **engine: Any) -> tuple[float, float]:
+    """A job: tokens a second of prefill, and of decode."""
+    from vllm import LLM, SamplingParams
+
+    options = {**ENGINE, "enable_prefix_caching": False, "max_num_batched_tokens": max(64, requests * prompt), **engine}
+    llm = LLM(checkpoint, **options)
+
+    def seconds(prompt: int, new_tokens: int, start: int) -> float:
+        tokens = [[start + (i * 7 + request) % 200 for i in range(prompt)] for request in range(requests)]
+        sampling = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
+        begin = time.perf_counter()
+        llm.generate([{"prompt_token_ids": each} for each in tokens], sampling, use_tqdm=False)
+        return time.perf_counter() - begin
+
+    seconds(8, 2, 3)  # what is set up by the first request
+    return requests * prompt / seconds(prompt, 1, 5), requests * new_tokens / seconds(8, new_tokens, 9)
