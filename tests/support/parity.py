@@ -14,6 +14,7 @@ from support.zygote import JobError, Zygote
 
 CLOSE = 1e-4  # what float32 and two orders of summation leave; a dropped component shows above 1e-3
 LIMIT = 200  # seconds
+ASIDES = (" Use a native implementation", " Model type should be", " The available parameters")
 RAISE_ON_PURPOSE = ("vllm", "vllm_tf_sinks", "transformers", "huggingface_hub")
 ENVIRONMENT = {"VLLM_MLA_DISABLE": "1"}  # the CPU's MLA kernels take no float32
 
@@ -123,4 +124,6 @@ def _failure(error: Exception, when: str) -> tuple[str, str]:
 
 
 def _line(message: str) -> str:
-    return " ".join(message.split())
+    """The first sentences of a message: what is wrong, and not what to do."""
+    text = " ".join(message.split())
+    return text[: min((text.find(each) for each in ASIDES if each in text), default=None)]

@@ -2,6 +2,8 @@
 """A tiny random checkpoint of any causal LM type of Transformers: every constant of its config non-trivial."""
 
 import dataclasses
+import json
+from pathlib import Path
 
 HIDDEN, HEADS, KEY_VALUE_HEADS, HEAD_SIZE = 128, 4, 2, 32  # the CPU attention kernel takes few head sizes
 VOCABULARY, POSITIONS, WINDOW = 128, 256, 4
@@ -116,7 +118,8 @@ OTHERS: dict[str, dict] = {
         "image_token_index": VOCABULARY - 1,
     },
     "gemma4_text": {"num_experts": None},
-    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"head_dim": 2 * HIDDEN // HEADS},
@@ -129,6 +132,9 @@ OTHERS: dict[str, dict] = {
     "zaya": {"num_experts_per_tok": 1},
 }
 
+
+# Fields that checkpoints do without, and vLLM's own config class of that type refuses
+NOT_SAVED = {"deepseek_v4": ["mlp_layer_types"]}
 
 # What cannot be read or served here
 _PROCESSOR = "a multimodal class, whose processor needs torchvision; its text model is a type of its own"
@@ -218,7 +224,13 @@ def build(model_type: str, folder: str, tied: bool = False, **changes) -> dict:
     for name, buffer in model.named_buffers():
         if name.endswith("correction_bias"):
             buffer.uniform_(-0.5, 0.5)
+    for module in model.modules():
+        if getattr(module, "padding_idx", None) is not None and isinstance(module, torch.nn.Embedding):
+            module.weight.data[module.padding_idx] = 0  # as trained: some classes make it zero when they load it
     model.save_pretrained(folder)
+    path = Path(folder) / "config.json"
+    saved = json.loads(path.read_text())
+    path.write_text(json.dumps({k: v for k, v in saved.items() if k not in NOT_SAVED.get(model_type, ())}))
     return {"head": _head(model), "sinks": _sink_layers(model)}
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Refuse a model whose attention is not what vLLM's attention layers compute."""
 
+from collections import Counter
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from vllm_tf_sinks import vllm_api
+from vllm_tf_sinks.guards.attention import BY_HEAD
 from vllm_tf_sinks.guards.errors import GuardError
 from vllm_tf_sinks.guards.rehearsal import GENUINE, Call, Mask, Rehearsal, rehearse
 
@@ -71,6 +73,8 @@ def check_attention_layers(original: Callable[..., Any]) -> Callable[..., Any]:
     def init_parameters(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
         if (rehearsal := vars(self).pop("rehearsal", None)) is not None:
             _check_layers(self, rehearsal)
+            if rehearsal.by_head:
+                self.text_config._attn_implementation = BY_HEAD
         original(self, module, *args, **kwargs)
 
     return init_parameters
@@ -84,7 +88,7 @@ def check_rehearsal(model: Any, rehearsal: Rehearsal) -> None:
     """
     name, text_config = type(model.model).__name__, model.text_config
     error, is_text = rehearsal.error, model.config is text_config
-    if is_text and not rehearsal.masked and isinstance(error, GENUINE):
+    if is_text and isinstance(error, GENUINE):
         raise GuardError(
             f"{name} does not run as vLLM calls it, without an attention mask and a cache: "
             f"{type(error).__name__}: {error}."
@@ -99,6 +103,9 @@ def check_rehearsal(model: Any, rehearsal: Rehearsal) -> None:
         if dropped := set(tensors) - HARMLESS:
             names = ", ".join(sorted(dropped))
             raise GuardError(f"{call.module} of {name} passes {names} to its attention, which vLLM drops.")
+    counts = Counter(call.layer for call in rehearsal.calls)
+    if twice := sorted(layer for layer, count in counts.items() if count > 1 and layer is not None):
+        raise GuardError(f"{name} computes attention more than once in layer {twice[0]}, which has one cache on vLLM.")
     caps = {call.arguments.get("softcap") for call in rehearsal.calls}
     if len(caps) == 1 and hasattr(text_config, "attn_logit_softcapping"):
         (text_config.attn_logit_softcapping,) = caps  # vLLM reads the config, Transformers what is passed
@@ -111,6 +118,8 @@ def _check_layers(model: Any, rehearsal: Rehearsal) -> None:
     if rehearsal.error is None and silent:
         raise GuardError(f"{name} computes no attention in layer {silent[0]}, but something of its own.")
     ranks = model.parallel_config.tensor_parallel_size
+    if rehearsal.by_head and ranks > 1:
+        raise GuardError(f"{name} counts its own heads, whichever are this rank's: set tensor_parallel_size to 1.")
     for call in [*rehearsal.calls, *rehearsal.masked]:
         layer = layers.get(-1 if call.layer is None else call.layer)
         if layer is None or not vllm_api.is_ordinary_attention(layer):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,15 +60,19 @@ class Rehearsal:
         calls: the calls of the attention interface, as vLLM calls the model.
         masked: the same with a cache and masks.
         states: what the model keeps between tokens besides keys and values.
+        by_head: whether the model takes attention's output by head only, which vLLM's function gives flat.
         layers: how many of the model's layers took part.
-        error: what ended it before the model's output, or None.
+        error: what ended it before the model's output as vLLM calls it, or None.
+        cached_error: the same as Transformers calls it: some models take a cache of another kind.
     """
 
     calls: list[Call] = field(default_factory=list)
     masked: list[Call] = field(default_factory=list)
     states: set[str] = field(default_factory=set)
+    by_head: bool = False
     layers: int = 0
     error: Exception | None = None
+    cached_error: Exception | None = None
 
 
 # Methods of a cache -> what they keep
@@ -76,7 +81,7 @@ _STATES = {
     "update_recurrent_state": "a recurrent state",
     "update_indexer": "an indexer's keys",
 }
-_AS_VLLM, _WITH_MASKS = "vllm_rehearsal", "vllm_rehearsal_with_masks"
+_AS_VLLM, _BY_HEAD, _WITH_MASKS = "vllm_rehearsal", "vllm_rehearsal_by_head", "vllm_rehearsal_with_masks"
 
 _calls: ContextVar[list[Call]] = ContextVar("calls")
 _masks: ContextVar[list[tuple[Tensor, Mask]]] = ContextVar("masks")
@@ -86,7 +91,7 @@ def rehearse(model: nn.Module, text_config: Any) -> Rehearsal:
     """Run `model`, which is on the meta device but for its buffers, as vLLM and as Transformers would."""
     with _on_meta(model):
         rehearsal = _rehearse(model, text_config, text_config.num_hidden_layers, "batched_mm")
-    if rehearsal.error is None or isinstance(rehearsal.error, GENUINE):
+    if all(error is None or isinstance(error, GENUINE) for error in (rehearsal.error, rehearsal.cached_error)):
         return rehearsal
     layers = min(text_config.num_hidden_layers, LAYERS_ON_CPU)
     with _on_cpu(model, text_config.num_hidden_layers, layers):
@@ -101,24 +106,34 @@ LAYERS_ON_CPU = 8
 def _rehearse(model: nn.Module, text_config: Any, layers: int, experts: str) -> Rehearsal:
     rehearsal = Rehearsal(layers=layers)
     _masks.set([])
-    try:
-        with _implementations(text_config, _AS_VLLM, experts, rehearsal.calls):
-            _run(model, use_cache=False)
+    with _implementations(text_config, _AS_VLLM, experts, rehearsal.calls):
+        rehearsal.error = _run(model, dict)
+    if rehearsal.error is not None:
+        calls: list[Call] = []
+        with _implementations(text_config, _BY_HEAD, experts, calls):
+            rehearsal.by_head = _run(model, dict) is None
+        if rehearsal.by_head:
+            rehearsal.error, rehearsal.calls = None, calls
+    if rehearsal.error is None:
         with _implementations(text_config, _WITH_MASKS, experts, rehearsal.masked):
-            _run(model, use_cache=True, past_key_values=_cache(text_config, rehearsal.states))
-    except Exception as error:  # whatever a model raises that is not given what it asks for
-        rehearsal.error = error
+            rehearsal.cached_error = _run(model, partial(_with_cache, text_config, rehearsal.states))
     return rehearsal
 
 
-def _run(model: nn.Module, **kwargs: Any) -> None:
-    tokens = torch.zeros(1, TOKENS, dtype=torch.long)
-    positions = torch.arange(TOKENS)[None]
-    model.forward(input_ids=tokens, position_ids=positions, return_dict=False, **kwargs)
+def _run(model: nn.Module, arguments: Callable[[], dict[str, Any]]) -> Exception | None:
+    """Run `model` on tokens without values; returns what it raised."""
+    try:
+        tokens = torch.zeros(1, TOKENS, dtype=torch.long)
+        positions = torch.arange(TOKENS)[None]
+        given = {"use_cache": False, **arguments()}
+        model.forward(input_ids=tokens, position_ids=positions, return_dict=False, **given)
+    except Exception as error:  # whatever a model raises that is not given what it asks for
+        return error
+    return None
 
 
-def _cache(text_config: Any, states: set[str]) -> DynamicCache:
-    """A cache that notes what is kept in it."""
+def _with_cache(text_config: Any, states: set[str]) -> dict[str, Any]:
+    """Arguments that hand a model a cache, which notes what is kept in it."""
 
     def noting(name: str) -> Callable[..., Any]:
         def update(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -129,8 +144,7 @@ def _cache(text_config: Any, states: set[str]) -> DynamicCache:
 
     methods = {name: noting(name) for name in _STATES if hasattr(DynamicCache, name)}
     cls = type("NotingCache", (DynamicCache,), methods)
-    cache: DynamicCache = cls(config=text_config)
-    return cache
+    return {"past_key_values": cls(config=text_config), "use_cache": True}
 
 
 @contextmanager
@@ -231,10 +245,10 @@ def _implementations(text_config: Any, attention: str, experts: str, calls: list
             setattr(text_config, name, original[name])
 
 
-def _note(
+def _by_head(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, *_: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """An attention function: the output [N, heads * size] of queries [1, heads, N, size], as vLLM's has it."""
+    """An attention function: the output [1, N, heads, size] of queries [1, heads, N, size], which notes its call."""
     mask = next((made_from for made, made_from in _masks.get() if made is attention_mask), None)
     layer = getattr(module, "layer_idx", None)
     _calls.get().append(
@@ -249,16 +263,22 @@ def _note(
             arguments=kwargs,
         )
     )
-    return query.new_empty(query.shape[-2], query.shape[1] * value.shape[-1]), None
+    return query.new_zeros(1, query.shape[-2], query.shape[1], value.shape[-1]), None
+
+
+def _flat(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    """The same with the output [N, heads * size], as vLLM's has it."""
+    return _by_head(*args, **kwargs)[0][0].flatten(1), None
 
 
 def _mask(*, q_length: int, kv_length: int, mask_function: Mask, **_: Any) -> Tensor:
-    """A mask [1, 1, q, kv] without contents, by which `_note` knows what it was made from."""
+    """A mask [1, 1, q, kv] without contents, by which `_by_head` knows what it was made from."""
     mask = torch.empty(1, 1, q_length, kv_length, device="meta")
     _masks.get().append((mask, mask_function))
     return mask
 
 
-for _implementation in (_AS_VLLM, _WITH_MASKS):
-    ALL_ATTENTION_FUNCTIONS.register(_implementation, _note)
+ALL_ATTENTION_FUNCTIONS.register(_AS_VLLM, _flat)
+for _implementation in (_BY_HEAD, _WITH_MASKS):
+    ALL_ATTENTION_FUNCTIONS.register(_implementation, _by_head)
 ALL_MASK_ATTENTION_FUNCTIONS.register(_WITH_MASKS, _mask)

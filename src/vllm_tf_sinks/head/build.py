@@ -46,6 +46,12 @@ class Head:
         """The keyword arguments with which the ForCausalLM builds its base model."""
         return self._base[0].built_with if self._base else {}
 
+    @property
+    def base_weights(self) -> list[str]:
+        """The names of the true base model's parameters."""
+        bases = [stand_in.base for stand_in in self._base if stand_in.base is not None]
+        return [name for base in bases for name, _ in base.named_parameters()]
+
     def keeps_in_float32(self, name: str) -> bool:
         """Whether Transformers keeps the parameter `name` in float32 in a model of any dtype."""
         return vllm_api.is_kept_in_float32(self.model, name)

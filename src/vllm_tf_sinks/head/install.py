@@ -120,6 +120,7 @@ def _install(model: Any, prefix: str) -> None:
         model.model.pooler = None  # the ForCausalLM has none, and so no weights for it
     is_adapted = vllm_api.has_adapters(model) and lora.take_adapters(model, head)
     shift_positions(model)
+    head_weights.keep_own_weights(model)
     embedding = _name_of_embeddings(model.model)
     if vllm_api.is_pooling(model) or not model.pp_group.is_last_rank:
         model.output_names = head_weights.Names(head, as_written(head), model.output_is_tied, embedding)

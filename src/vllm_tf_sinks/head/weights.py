@@ -46,7 +46,7 @@ class Names:
         conversions = get_model_conversion_mapping(head.model)
         self._renamings = [each for each in conversions if type(each) is WeightRenaming]
         ignored = getattr(head.model, "_keys_to_ignore_on_load_unexpected", None) or []
-        self._ignored = [re.compile(pattern) for pattern in ignored]
+        self._ignored = [_sparing(re.compile(pattern), head.base_weights) for pattern in ignored]
 
     def __call__(self, name: str) -> str | None:
         """The name in vLLM's model, or None for a tensor that Transformers does not use either."""
@@ -72,6 +72,23 @@ class Names:
         for renaming in self._renamings:
             name, _ = renaming.rename_source_key(name)
         return name
+
+
+def keep_own_weights(model: Any) -> None:
+    """Let vLLM ignore unexpected tensors of a checkpoint only, as Transformers does, and not the model's own."""
+    names = [name for name, _ in model.model.named_parameters()]
+    rules = model.hf_to_vllm_mapper.orig_to_new_regex
+    narrowed = {_sparing(pattern, names) if new is None else pattern: new for pattern, new in rules.items()}
+    rules.clear()
+    rules.update(narrowed)
+
+
+def _sparing(pattern: re.Pattern[str], names: list[str]) -> re.Pattern[str]:
+    """What matches as `pattern` does, but for one of `names`: GPT-2's "attn.bias" matches its `c_attn.bias` too."""
+    spared = {".".join(name.rsplit(".", 2)[-2:]) for name in names if pattern.search(name)}
+    if not spared:
+        return pattern
+    return re.compile(rf"^(?!.*(?:{'|'.join(map(re.escape, sorted(spared)))})$).*(?:{pattern.pattern})")
 
 
 def materialise(head: Head, plan: Plan, dtype: torch.dtype, device: torch.device) -> bool:
