@@ -9,25 +9,26 @@ python -m benchmarks --small             # every code path on tiny models; write
 import argparse
 import importlib
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from tqdm import tqdm
 
 from benchmarks import report
-from benchmarks.lab import FULL, NEWER, OLDER, SMALL, Lab, machine
+from benchmarks.lab import FULL, NEWER, OLDER, SMALL, Lab, Sizes, machine
 
 SUBJECTS = ["startup", "logits", "memory", "attention", "throughput", "sharded"]
 
 
-def measure(subjects: list[str], small: bool, newer: str, older: str) -> dict[str, report.Section]:
+def measure(subjects: list[str], sizes: Sizes, newer: str, older: str) -> dict[str, report.Section]:
     """The sections of `subjects`, each kept as soon as it is there."""
     sections = {}
-    with tempfile.TemporaryDirectory() as scratch, Lab(SMALL if small else FULL, Path(scratch), newer, older) as lab:
+    with tempfile.TemporaryDirectory() as scratch, Lab(sizes, Path(scratch), newer, older) as lab:
         for subject in (bar := tqdm(subjects)):
             bar.set_description(subject)
             sections[subject] = section = importlib.import_module(f"benchmarks.{subject}").measure(lab)
             section.machine = machine(lab)
-            if not small:
+            if sizes is not SMALL:
                 section.save(subject, report.RESULTS)
     return sections
 
@@ -36,10 +37,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks", description=__doc__.splitlines()[0])
     parser.add_argument("subjects", nargs="*", choices=[[], *SUBJECTS], default=[], help="all of them if none is named")
     parser.add_argument("--small", action="store_true", help="tiny models, one round; writes nothing")
+    parser.add_argument("--rounds", type=int, default=FULL.rounds, help="of what takes seconds (%(default)s)")
     parser.add_argument("--newer", default=NEWER, help="the vLLM to measure (%(default)s)")
     parser.add_argument("--older", default=OLDER, help="one without sinks of its own (%(default)s)")
     options = parser.parse_args()
-    sections = measure(options.subjects or SUBJECTS, options.small, options.newer, options.older)
+    sizes = SMALL if options.small else replace(FULL, rounds=options.rounds)
+    sections = measure(options.subjects or SUBJECTS, sizes, options.newer, options.older)
     if not options.small:
         kept = {subject: report.RESULTS / f"{subject}.json" for subject in SUBJECTS}
         sections = {subject: report.Section.load(path) for subject, path in kept.items() if path.exists()}

@@ -4,7 +4,7 @@
 from typing import Any
 
 from benchmarks.lab import ENGINE, Lab
-from benchmarks.measure import Sample, in_turn
+from benchmarks.measure import Sample, in_turn, seconds_a_call, use_one_core
 from benchmarks.report import Line, Section
 
 LIMIT = 1e-6  # a thousandth of a decode step, at 30 layers
@@ -44,7 +44,6 @@ def samples(checkpoint: str, through: bool, blocks: int, calls: int) -> dict[str
     Args:
         through: to the kernel; else what the guard calls does nothing.
     """
-    from torch.utils.benchmark import Timer
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
     from vllm import LLM, SamplingParams
 
@@ -59,12 +58,13 @@ def samples(checkpoint: str, through: bool, blocks: int, calls: int) -> dict[str
         if not through:
             functions = {HERE: guard_attention(_nothing), PEER: _nothing}
 
-        def seconds(function: Any) -> float:
-            names = {"function": function, "args": args, "kwargs": kwargs}
-            return Timer("function(*args, **kwargs)", globals=names).timeit(calls).mean
-
         if args[1].shape[-2] == 1 and not found:  # a decode step
-            found.update(in_turn({name: lambda f=f: seconds(f) for name, f in functions.items()}, blocks))
+            if not through:  # the kernel keeps to the cores that it has planned for
+                use_one_core()
+            calling = {
+                name: lambda f=f: seconds_a_call(f, *args, calls=calls, **kwargs) for name, f in functions.items()
+            }
+            found.update(in_turn(calling, blocks))
         return guarded(*args, **kwargs)
 
     ALL_ATTENTION_FUNCTIONS["vllm"] = probe

@@ -45,7 +45,6 @@ class Sizes:
         rounds: of what takes seconds.
         calls: of what takes microseconds, in each of `blocks`.
         hidden, vocabularies, rows: of the heads.
-        many_rows, many_tokens: to show how a head's cost grows.
         layers, heads: to show how starting grows.
         requests, prompt, new_tokens: of throughput.
         long_prompt: of prompt logprobs.
@@ -55,10 +54,8 @@ class Sizes:
     calls: int = 50
     blocks: int = 15
     hidden: int = 2048
-    vocabularies: tuple[int, ...] = (49_152, 128_000)
+    vocabularies: tuple[int, ...] = (8_192, 49_152, 128_000)
     rows: tuple[int, ...] = (1, 8, 64)
-    many_rows: tuple[int, ...] = (1, 8, 64, 256)
-    many_tokens: tuple[int, ...] = (8_192, 32_768, 131_072)
     layers: tuple[int, ...] = (10, 100, 400)
     heads: tuple[int, ...] = (4, 16, 64)
     requests: int = 16
@@ -75,8 +72,6 @@ SMALL = Sizes(
     hidden=128,
     vocabularies=(512,),
     rows=(1, 3),
-    many_rows=(2,),
-    many_tokens=(256,),
     layers=(2,),
     heads=(4,),
     requests=2,

@@ -5,22 +5,40 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.lab import ENGINE, Lab
-from benchmarks.measure import Sample, in_turn
+from benchmarks.measure import Sample, in_turn, seconds_a_call, use_one_core
 from benchmarks.report import Line, Section, Table
 
 LIMIT = 30e-6
+Samples = dict[int, dict[str, Sample]]  # number of rows -> what is timed -> seconds
+
 HERE, PEER, PASS, WRITTEN = "here", "peer", "pass", "as written"
-DUMMY = {"load_format": "dummy", "dtype": "bfloat16", "kv_cache_memory_bytes": 2**26, "max_model_len": 64}
+DUMMY = {
+    "max_num_batched_tokens": 64,
+    "load_format": "dummy",
+    "dtype": "bfloat16",
+    "kv_cache_memory_bytes": 2**26,
+    "max_model_len": 64,
+    "max_num_seqs": 8,
+}
 NARROW = {"num_hidden_layers": 1, "intermediate_size": 128}
 
 
 def measure(lab: Lab) -> Section:
-    section = Section()
-    section.lines.append(_projection_only(lab))
-    for vocabulary in lab.sizes.vocabularies:
-        section.lines += _elementwise(lab, vocabulary)
-    section.lines += _transform(lab)
-    section.tables += [_growth(lab), _against_as_written(lab)]
+    sizes = lab.sizes
+    scaled = {
+        vocabulary: _run(lab, "Granite", sizes.rows, hidden_size=sizes.hidden, vocab_size=vocabulary)
+        for vocabulary in sizes.vocabularies
+    }
+    section = Section([_projection_only(lab)])
+    for vocabulary in sizes.vocabularies[-2:]:
+        section.lines += _elementwise(lab, vocabulary, scaled[vocabulary])
+    transformed = _run(lab, "ModernBertDecoder", sizes.rows, hidden_size=min(768, sizes.hidden))
+    section.lines += _transform(transformed)
+    section.tables += [
+        _growth(scaled),
+        _whole_calls(lab),
+        _against_as_written(scaled[sizes.vocabularies[0]], transformed),
+    ]
     return section
 
 
@@ -37,8 +55,7 @@ def _projection_only(lab: Lab) -> Line:
     )
 
 
-def _elementwise(lab: Lab, vocabulary: int) -> list[Line]:
-    samples = _run(lab, "Granite", lab.sizes.rows, hidden_size=lab.sizes.hidden, vocab_size=vocabulary)
+def _elementwise(lab: Lab, vocabulary: int, samples: Samples) -> list[Line]:
     return [
         _line(
             f"`compute_logits`, elementwise head (Granite), {rows} x {lab.sizes.hidden} to {vocabulary}, bfloat16; "
@@ -52,8 +69,7 @@ def _elementwise(lab: Lab, vocabulary: int) -> list[Line]:
     ]
 
 
-def _transform(lab: Lab) -> list[Line]:
-    samples = _run(lab, "ModernBertDecoder", lab.sizes.rows, hidden_size=768 if lab.sizes.hidden > 768 else 128)
+def _transform(samples: Samples) -> list[Line]:
     return [
         _line(
             f"`compute_logits`, transform head (ModernBERT decoder), {rows} rows, bfloat16; projection stubbed out",
@@ -72,35 +88,42 @@ def _line(what: str, against: str, here: Sample, peer: Sample, more: Sample) -> 
     return Line(what, against, "+30 us", ours, theirs, difference, more.median <= LIMIT)
 
 
-def _growth(lab: Lab) -> Table:
-    """The whole call, projection included."""
-    rows = []
-    for vocabulary in lab.sizes.many_tokens:
-        samples = _run(
-            lab, "Granite", lab.sizes.many_rows, stubbed=False, hidden_size=lab.sizes.hidden, vocab_size=vocabulary
-        )
-        for number, each in samples.items():
-            ms = [each[name].text(".2f", 1e3) for name in (HERE, PEER, PASS)]
-            rows.append([f"{vocabulary:,}", str(number), *ms, (each[HERE] / each[PEER]).text(".3f")])
-    head = ["vocabulary", "rows", "elementwise head, ms", "bare projection, ms", "one pass in place, ms", "ratio"]
-    return Table(f"Whole calls, hidden {lab.sizes.hidden}, bfloat16, all cores", head, rows)
+def _growth(scaled: dict[int, Samples]) -> Table:
+    """What the head adds to its projection, alone."""
+    rows = [
+        [f"{vocabulary:,}", str(number), *(each.text(".0f", 1e6) for each in (of[HERE] - of[PEER], of[PASS]))]
+        for vocabulary, samples in scaled.items()
+        for number, of in samples.items()
+    ]
+    head = ["vocabulary", "rows", "what the head adds, us", "one pass in place, us"]
+    return Table("An elementwise head by rows and vocabulary, bfloat16, one core, projection stubbed out", head, rows)
 
 
-def _against_as_written(lab: Lab) -> Table:
-    rows = []
-    for kind in ("Granite", "ModernBertDecoder"):
-        samples = _run(lab, kind, lab.sizes.rows, hidden_size=768 if lab.sizes.hidden > 768 else 128, vocab_size=50_368)
-        for number, each in samples.items():
-            us = [each[name].text(".0f", 1e6) for name in (PEER, HERE, WRITTEN)]
-            rows.append([kind, str(number), *us])
+def _whole_calls(lab: Lab) -> Table:
+    """With the true projection, whose noise is far larger than what the head adds."""
+    vocabulary = lab.sizes.vocabularies[0]
+    samples = _run(lab, "Granite", lab.sizes.rows, stubbed=False, hidden_size=lab.sizes.hidden, vocab_size=vocabulary)
+    rows = [
+        [str(n), *(each[name].text(".2f", 1e3) for name in (HERE, PEER)), (each[HERE] / each[PEER]).text(".3f")]
+        for n, each in samples.items()
+    ]
+    head = ["rows", "elementwise head, ms", "bare projection, ms", "ratio"]
+    return Table(f"Whole calls, {lab.sizes.hidden} to {vocabulary:,}, bfloat16, all cores", head, rows)
+
+
+def _against_as_written(scaled: Samples, transformed: Samples) -> Table:
+    rows = [
+        [kind, str(number), *(each[name].text(".0f", 1e6) for name in (PEER, HERE, WRITTEN))]
+        for kind, samples in (("Granite", scaled), ("ModernBERT decoder", transformed))
+        for number, each in samples.items()
+    ]
     head = ["head", "rows", "peer, us", "here, us", "the ForCausalLM class as written, us"]
-    return Table("What flattening spares, vocabulary 50,368, projection stubbed out", head, rows)
+    return Table("What flattening spares, projection stubbed out", head, rows)
 
 
-def _run(
-    lab: Lab, kind: str, rows: tuple[int, ...], stubbed: bool = True, **config: int
-) -> dict[int, dict[str, Sample]]:
-    sizes = {"blocks": lab.sizes.blocks, "calls": lab.sizes.calls if stubbed else 1}
+def _run(lab: Lab, kind: str, rows: tuple[int, ...], stubbed: bool = True, **config: int) -> Samples:
+    blocks = lab.sizes.blocks if stubbed else max(1, lab.sizes.blocks // 3)
+    sizes = {"blocks": blocks, "calls": lab.sizes.calls if stubbed else 1}
     folder = lab.empty(kind, **NARROW, **config)
     return lab.vllm(lab.newer).run("benchmarks.logits:samples", checkpoint=folder, rows=rows, stubbed=stubbed, **sizes)
 
@@ -116,9 +139,7 @@ def is_stock(checkpoint: str) -> bool:
     return LLM(checkpoint, **{**ENGINE, **DUMMY}).apply_model(same)[0]
 
 
-def samples(
-    checkpoint: str, rows: tuple[int, ...], stubbed: bool, blocks: int, calls: int
-) -> dict[int, dict[str, Sample]]:
+def samples(checkpoint: str, rows: tuple[int, ...], stubbed: bool, blocks: int, calls: int) -> Samples:
     """A job: seconds a call, for each number of rows.
 
     Args:
@@ -127,7 +148,7 @@ def samples(
     """
     from vllm import LLM
 
-    def measure(model: Any) -> dict[int, dict[str, Sample]]:
+    def measure(model: Any) -> Samples:
         return {number: _samples_of(model, number, stubbed, blocks, calls) for number in rows}
 
     return LLM(checkpoint, **{**ENGINE, **DUMMY}).apply_model(measure)[0]
@@ -135,7 +156,6 @@ def samples(
 
 def _samples_of(model: Any, rows: int, stubbed: bool, blocks: int, calls: int) -> dict[str, Sample]:
     import torch
-    from torch.utils.benchmark import Timer
 
     from vllm_tf_sinks.head.classify import as_written
     from vllm_tf_sinks.head.run import logits_function
@@ -146,14 +166,10 @@ def _samples_of(model: Any, rows: int, stubbed: bool, blocks: int, calls: int) -
     if stubbed:
         model.lm_head.quant_method = Stub(logits)
         functions[WRITTEN] = logits_function(model, model.own_head, as_written(model.own_head))
-    threads = 1 if stubbed else torch.get_num_threads()
-
-    def seconds(function: Callable[[Any], Any]) -> float:
-        timer = Timer("function(hidden)", globals={"function": function, "hidden": hidden}, num_threads=threads)
-        return timer.timeit(calls).mean
-
+        use_one_core()
+    runs = {name: lambda f=f: seconds_a_call(f, hidden, calls=calls) for name, f in functions.items()}
     with torch.inference_mode():
-        return in_turn({name: lambda f=f: seconds(f) for name, f in functions.items()}, blocks)
+        return in_turn(runs, blocks)
 
 
 class Stub:

@@ -4,8 +4,11 @@
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from tqdm import tqdm
+
+BLOCK = 0.02  # seconds
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,27 @@ class Sample:
         """The median and the quartiles."""
         low, high = self.quartiles
         return f"{factor * self.median:{pattern}} ({factor * low:{pattern}} to {factor * high:{pattern}})"
+
+
+def seconds_a_call(function: Callable[..., Any], *args: Any, calls: int, **kwargs: Any) -> float:
+    """The mean of at most `calls` calls, on as many cores as torch uses.
+
+    Calls that take long are fewer: a block of them takes no longer than BLOCK.
+    """
+    import torch
+    from torch.utils.benchmark import Timer
+
+    names = {"function": function, "args": args, "kwargs": kwargs}
+    timer = Timer("function(*args, **kwargs)", globals=names, num_threads=torch.get_num_threads())
+    once = timer.timeit(1).mean
+    return float(timer.timeit(max(1, min(calls, int(BLOCK / once)))).mean)
+
+
+def use_one_core() -> None:
+    """In a job: let torch use one core from here on."""
+    from torch._C import set_num_threads  # a worker of vLLM's on a CPU disables torch.set_num_threads
+
+    set_num_threads(1)
 
 
 def in_turn(runs: Mapping[str, Callable[[], float]], rounds: int, title: str = "") -> dict[str, Sample]:

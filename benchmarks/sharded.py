@@ -6,7 +6,7 @@ from typing import Any
 
 from benchmarks.lab import ENGINE, Lab
 from benchmarks.logits import DUMMY, NARROW
-from benchmarks.measure import Sample, in_turn
+from benchmarks.measure import Sample, in_turn, use_one_core
 from benchmarks.report import Line, Section
 
 TWO_WORKERS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1", "OMP_NUM_THREADS": "1"}
@@ -70,7 +70,7 @@ class _Measure:
     def __call__(self, model: Any) -> dict[int, dict[str, Sample]]:
         import torch
 
-        torch.set_num_threads(1)
+        use_one_core()
         with torch.inference_mode():
             return {rows: self._samples(model, rows) for rows in self.rows}
 
@@ -88,9 +88,9 @@ class _Measure:
         def gathered(hidden: Any) -> Any:
             return processor(lm_head, hidden, lm_head.bias).div_(8.0)
 
-        def seconds(function: Any) -> float:
-            timer = Timer("function(hidden)", globals={"function": function, "hidden": hidden})
-            return timer.timeit(self.calls).mean
-
         functions = {SHARD: model.compute_logits, GATHERED: gathered}
-        return in_turn({name: lambda f=f: seconds(f) for name, f in functions.items()}, self.blocks)
+        runs = {
+            name: lambda f=f: Timer("f(hidden)", globals={"f": f, "hidden": hidden}).timeit(self.calls).mean
+            for name, f in functions.items()
+        }  # as many calls on both ranks
+        return in_turn(runs, self.blocks)
