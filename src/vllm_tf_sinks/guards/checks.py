@@ -3,7 +3,7 @@
 
 from collections import Counter
 from collections.abc import Callable
-from functools import wraps
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -120,15 +120,20 @@ def _check_layers(model: Any, rehearsal: Rehearsal) -> None:
     ranks = model.parallel_config.tensor_parallel_size
     if rehearsal.by_head and ranks > 1:
         raise GuardError(f"{name} counts its own heads, whichever are this rank's: set tensor_parallel_size to 1.")
+    masks_as = cache(_masks_as)  # many layers share one mask
     for call in [*rehearsal.calls, *rehearsal.masked]:
         layer = layers.get(-1 if call.layer is None else call.layer)
         if layer is None or not vllm_api.is_ordinary_attention(layer):
             continue
-        if what := _mismatch(call, layer, ranks, model.model_config.max_model_len):
+        what = _mismatch(call, layer, ranks)
+        if not what and call.mask and not masks_as(call.mask, layer.sliding_window, model.model_config.max_model_len):
+            window = f"a window of {layer.sliding_window} tokens" if layer.sliding_window else "no window"
+            what = f"another mask than vLLM's, which is causal with {window}"
+        if what:
             raise GuardError(f"{call.module} of {name} computes layer {call.layer} with {what}.")
 
 
-def _mismatch(call: Call, layer: Any, ranks: int, length: int) -> str:
+def _mismatch(call: Call, layer: Any, ranks: int) -> str:
     """What of `call` the vLLM layer does otherwise, or ""."""
     if call.head_size != layer.head_size:
         return f"heads of size {call.head_size}, vLLM with {layer.head_size}"
@@ -141,9 +146,6 @@ def _mismatch(call: Call, layer: Any, ranks: int, length: int) -> str:
     own = vllm_api.fixed_scale(layer)
     if isinstance(scale, (int, float)) and own is not None and abs(scale - own) > 1e-6 * abs(own):
         return f"a scale of {scale:g}, vLLM with {own:g}"
-    if call.mask is not None and not _masks_as(call.mask, layer.sliding_window, length):
-        window = f"a window of {layer.sliding_window} tokens" if layer.sliding_window else "no window"
-        return f"another mask than vLLM's, which is causal with {window}"
     return ""
 
 

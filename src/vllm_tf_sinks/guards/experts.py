@@ -28,7 +28,10 @@ TOKENS = 16
 EXPERTS = "experts"  # the child of a block that vLLM replaces
 
 # Fields that say how many experts a token has: those that each vLLM reads, and those that not each does
-TOP_K, OTHER_TOP_K = ("num_experts_per_tok", "top_k"), ("moe_topk", "moe_k", "top_k_experts", "num_experts_per_token")
+TOP_K, OTHER_TOP_K = (
+    ("num_experts_per_tok", "top_k"),
+    ("moe_topk", "moe_top_k", "moe_k", "top_k_experts", "num_experts_per_token"),
+)
 
 
 def replace_experts(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -100,11 +103,12 @@ def _is_silu(experts: Any) -> bool:
     """Whether an expert's activation is silu(gate) * up, as far as it shows."""
     x = torch.linspace(-30, 30, 64, device="cpu")
     gate, up = x.chunk(2)
-    if callable(apply_gate := getattr(experts, "_apply_gate", None)):
-        return torch.allclose(apply_gate(x[None])[0], F.silu(gate) * up)
-    if callable(activation := getattr(experts, "act_fn", None)):
-        return torch.allclose(activation(x), F.silu(x))
-    return True
+    try:
+        if hasattr(experts, "_apply_gate"):
+            return torch.allclose(experts._apply_gate(x[None])[0], F.silu(gate) * up)
+        return not hasattr(experts, "act_fn") or torch.allclose(experts.act_fn(x), F.silu(x))
+    except Exception:  # code of any class
+        return True
 
 
 class _StandIn(nn.Module):
