@@ -4,7 +4,7 @@
 from typing import Any
 
 from benchmarks.lab import ENGINE, Lab
-from benchmarks.measure import Sample, in_turn, seconds_a_call, use_one_core
+from benchmarks.measure import Sample, in_turn, seconds_a_call
 from benchmarks.report import Line, Section
 
 LIMIT = 1e-6  # a thousandth of a decode step, at 30 layers
@@ -59,8 +59,6 @@ def samples(checkpoint: str, through: bool, blocks: int, calls: int) -> dict[str
             functions = {HERE: guard_attention(_nothing), PEER: _nothing}
 
         if args[1].shape[-2] == 1 and not found:  # a decode step
-            if not through:  # the kernel keeps to the cores that it has planned for
-                use_one_core()
             calling = {
                 name: lambda f=f: seconds_a_call(f, *args, calls=calls, **kwargs) for name, f in functions.items()
             }

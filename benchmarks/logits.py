@@ -101,7 +101,7 @@ def _growth(scaled: dict[int, Samples]) -> Table:
 
 def _whole_calls(lab: Lab) -> Table:
     """With the true projection, whose noise is far larger than what the head adds."""
-    vocabulary = lab.sizes.vocabularies[0]
+    vocabulary = lab.sizes.vocabularies[len(lab.sizes.vocabularies) // 2]
     samples = _run(lab, "Granite", lab.sizes.rows, stubbed=False, hidden_size=lab.sizes.hidden, vocab_size=vocabulary)
     rows = [
         [str(n), *(each[name].text(".2f", 1e3) for name in (HERE, PEER)), (each[HERE] / each[PEER]).text(".3f")]
