@@ -68,7 +68,7 @@ def _peak(function: Callable[[], Any]) -> int:
 
 
 def _prompt_logprobs(lab: Lab) -> Line:
-    tokens, vocabulary = lab.sizes.long_prompt, lab.sizes.vocabularies[0]
+    tokens, vocabulary = lab.sizes.long_prompt, lab.sizes.vocabularies[len(lab.sizes.vocabularies) // 2]
     folder = lab.empty("Granite", num_hidden_layers=2, vocab_size=vocabulary, max_position_embeddings=2 * tokens)
 
     def run(env: dict[str, str]) -> float:
