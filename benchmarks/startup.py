@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.lab import ENGINE, OFF, ON, Lab
 from benchmarks.measure import Sample, in_turn
-from benchmarks.report import Line, Section, Table
+from benchmarks.report import RESULTS, Line, Section, Table
 
 REGISTER_LIMIT = 0.010
 START_LIMIT, START_SHARE = 0.3, 0.01
@@ -47,8 +47,11 @@ def measure(lab: Lab) -> Section:
 
 
 def _register(lab: Lab) -> Line:
-    environment = lab.environment(lab.newer)
+    # With bytecode, as an installed package has it
+    environment = lab.environment(lab.newer) | {"PYTHONPYCACHEPREFIX": str(RESULTS / "pycache")}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     imported: set[str] = set(_fresh(IMPORTS, environment))
+    _fresh(REGISTER, environment)
 
     def seconds() -> float:
         taken, modules = _fresh(REGISTER, environment)
