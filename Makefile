@@ -34,7 +34,8 @@ matrix: setup
 	$(PYTHON) tools/matrix.py
 
 bench: setup
-	$(PYTHON) -m benchmarks
+	@$(PYTHON) tools/overlay.py 0.29.0
+	@$(PYTHON) -m benchmarks
 
 docs: setup
 	$(PYTHON) tools/docs.py
