@@ -42,7 +42,7 @@ def test_refused_by_name(vllm, name):
 
 def test_window_that_the_mask_does_not_have(vllm):
     found = check(vllm, "moshi", False, [PLUGIN, STOCK], sliding_window=4)
-    assert found[STOCK]["outcome"] == "wrong"
+    assert found[STOCK]["outcome"] != "right"
     assert_matches(
         r"MoshiAttention .* another mask than vLLM's, which is causal with a window of 4", found[PLUGIN]["reason"]
     )

@@ -7,7 +7,11 @@ from contextlib import contextmanager
 
 from support.jobs import served_rows
 
-ENV = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+ENV = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "0|1",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # functions are sent to the workers
+}
 
 
 @contextmanager
