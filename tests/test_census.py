@@ -42,10 +42,10 @@ def test_refused_by_name(vllm, name):
 
 def test_window_that_the_mask_does_not_have(vllm):
     found = check(vllm, "moshi", False, [PLUGIN, STOCK], sliding_window=4)
-    assert found[STOCK]["outcome"] != "right"
-    assert_matches(
-        r"MoshiAttention .* another mask than vLLM's, which is causal with a window of 4", found[PLUGIN]["reason"]
-    )
+    assert found[STOCK]["outcome"] in ("wrong", "crashed")
+    window = r"MoshiAttention .* another mask than vLLM's, which is causal with a window of 4"
+    no_layer = r"MoshiAttention of MoshiModel is not handed attention_instances"  # up to vLLM 0.29
+    assert_matches(f"{window}|{no_layer}", found[PLUGIN]["reason"])
 
 
 def assert_matches(pattern: str, text: str) -> None:

@@ -447,6 +447,13 @@ def attention_layers(model: Any) -> dict[int, Any]:
     return {module.layer_idx: layer for module, layer in held if isinstance(layer, AttentionLayerBase)}
 
 
+def handed_to_attention() -> tuple[str, ...]:
+    """What this vLLM hands a model for its attention function to find layers in: up to 0.29 a table of them."""
+    from vllm.model_executor.models.transformers.base import Base
+
+    return ("attention_instances",) if hasattr(Base, "create_attention_instances") else ()
+
+
 def is_ordinary_attention(layer: Any) -> bool:
     """Whether an attention layer is a decoder's, over keys and values as they are."""
     from vllm.model_executor.layers.attention import Attention

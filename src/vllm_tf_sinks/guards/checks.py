@@ -103,6 +103,11 @@ def check_rehearsal(model: Any, rehearsal: Rehearsal) -> None:
         if dropped := set(tensors) - HARMLESS:
             names = ", ".join(sorted(dropped))
             raise GuardError(f"{call.module} of {name} passes {names} to its attention, which vLLM drops.")
+        if missing := set(vllm_api.handed_to_attention()) - call.arguments.keys():
+            raise GuardError(
+                f"{call.module} of {name} is not handed {', '.join(missing)}, in which this vLLM looks for its "
+                "attention layer. vLLM 0.30 needs no such thing."
+            )
     counts = Counter(call.layer for call in rehearsal.calls)
     if twice := sorted(layer for layer, count in counts.items() if count > 1 and layer is not None):
         raise GuardError(f"{name} computes attention more than once in layer {twice[0]}, which has one cache on vLLM.")

@@ -23,6 +23,8 @@ from transformers import DynamicCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from vllm_tf_sinks import vllm_api
+
 TOKENS = 5  # no size of a model, so that it is told from them
 
 Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -107,11 +109,11 @@ def _rehearse(model: nn.Module, text_config: Any, layers: int, experts: str) -> 
     rehearsal = Rehearsal(layers=layers)
     _masks.set([])
     with _implementations(text_config, _AS_VLLM, experts, rehearsal.calls):
-        rehearsal.error = _run(model, dict)
+        rehearsal.error = _run(model, _as_vllm)
     if rehearsal.error is not None:
         calls: list[Call] = []
         with _implementations(text_config, _BY_HEAD, experts, calls):
-            rehearsal.by_head = _run(model, dict) is None
+            rehearsal.by_head = _run(model, _as_vllm) is None
         if rehearsal.by_head:
             rehearsal.error, rehearsal.calls = None, calls
     if rehearsal.error is None:
@@ -130,6 +132,11 @@ def _run(model: nn.Module, arguments: Callable[[], dict[str, Any]]) -> Exception
     except Exception as error:  # whatever a model raises that is not given what it asks for
         return error
     return None
+
+
+def _as_vllm() -> dict[str, Any]:
+    """Arguments that vLLM's own call has."""
+    return {name: {} for name in vllm_api.handed_to_attention()}
 
 
 def _with_cache(text_config: Any, states: set[str]) -> dict[str, Any]:
