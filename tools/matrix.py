@@ -55,7 +55,9 @@ def main() -> None:
 def _column(version: str) -> dict:
     zygote = Zygote(version, overlay(version))
     try:
-        states = zygote.run("support.patching:states")
+        states = zygote.run("support.patching:states_after_import")
+        if misfits := {"pending", "does not fit"} & set(states.values()):
+            raise SystemExit(f"{version}: patches {' and '.join(misfits)}: {states}")
         column: dict = {"patches": f"{list(states.values()).count('applied')} of {len(states)}"}
         for what, types in TYPES.items():
             for name in tqdm(types, desc=f"{version} {what}", leave=False):

@@ -31,6 +31,11 @@ def states() -> dict[str, str]:
     return {name: state for name, (state, _) in rows().items()}
 
 
+def states_after_import() -> dict[str, str]:
+    import_backend()
+    return states()
+
+
 def current() -> dict[str, object]:
     """What is at each target of the catalogue that this vLLM has."""
     targets = [Target.find(path) for patch in CATALOGUE for path in patch.targets]
