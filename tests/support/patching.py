@@ -32,6 +32,7 @@ def states() -> dict[str, str]:
 
 
 def states_after_import() -> dict[str, str]:
+    register()
     import_backend()
     return states()
 
