@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.lab import ENGINE, Lab
-from benchmarks.measure import Sample, in_turn, seconds_a_call, use_one_core
+from benchmarks.measure import MET, MISSED, Sample, in_turn, seconds_a_call, use_one_core
 from benchmarks.report import Line, Section, Table
 
 LIMIT = 30e-6
@@ -51,7 +51,7 @@ def _projection_only(lab: Lab) -> Line:
         "the same function" if same else "another function",
         "",
         "",
-        same,
+        MET if same else MISSED,
     )
 
 
@@ -85,7 +85,7 @@ def _transform(samples: Samples) -> list[Line]:
 def _line(what: str, against: str, here: Sample, peer: Sample, more: Sample) -> Line:
     ours, theirs, difference = (f"{each.text(pattern, 1e6)} us" for each, pattern in
                                 ((here, ".0f"), (peer, ".0f"), (more, "+.0f")))  # fmt: skip
-    return Line(what, against, "+30 us", ours, theirs, difference, more.median <= LIMIT)
+    return Line(what, against, "+30 us", ours, theirs, difference, more.verdict(LIMIT))
 
 
 def _growth(scaled: dict[int, Samples]) -> Table:

@@ -10,6 +10,8 @@ from tqdm import tqdm
 
 BLOCK = 0.02  # seconds
 
+MET, MISSED, NOISE = "met", "**missed**", "within the noise"
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -37,6 +39,11 @@ class Sample:
     def __truediv__(self, other: "Sample") -> "Sample":
         """Ratios within a round."""
         return Sample(tuple(a / b for a, b in zip(self.values, other.values, strict=True)))
+
+    def verdict(self, limit: float) -> str:
+        """Whether it stays below `limit`: half of the values must lie on one side with both quartiles."""
+        low, high = self.quartiles
+        return MET if high <= limit else MISSED if low > limit else NOISE
 
     def text(self, pattern: str, factor: float = 1) -> str:
         """The median and the quartiles."""

@@ -83,7 +83,7 @@ def _prompt_logprobs(lab: Lab) -> Line:
         f"{on.text('.0f')} MiB",
         f"{off.text('.0f')} MiB",
         f"{100 * ((on / off).median - 1):+.1f} %",
-        (on / off).median <= 1 + SHARE,
+        (on / off).verdict(1 + SHARE),
     )
 
 

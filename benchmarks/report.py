@@ -22,7 +22,7 @@ class Line:
         target: how close it has to come.
         ours, peer: medians, with quartiles.
         difference: of both, round by round.
-        met: None where there is no target.
+        verdict: one of `Sample.verdict`, or "" where there is no target.
     """
 
     what: str
@@ -31,13 +31,12 @@ class Line:
     ours: str
     peer: str
     difference: str
-    met: bool | None = None
+    verdict: str = ""
 
     @property
     def cells(self) -> list[str]:
         """A row of the table."""
-        verdict = "" if self.met is None else "met" if self.met else "**missed**"
-        return [self.what, self.against, self.ours, self.peer, self.difference, self.target, verdict]
+        return [self.what, self.against, self.ours, self.peer, self.difference, self.target, self.verdict]
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ def measure(lab: Lab) -> Section:
                 f"{each[SHARD].text('.0f', 1e6)} us",
                 f"{each[GATHERED].text('.0f', 1e6)} us",
                 f"{more.text('+.0f', 1e6)} us",
-                more.median < 0,
+                more.verdict(0),
             )
         )
     return section

@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from benchmarks.lab import ENGINE, OFF, ON, Lab
-from benchmarks.measure import Sample, in_turn
+from benchmarks.measure import MISSED, Sample, in_turn
 from benchmarks.report import RESULTS, Line, Section, Table
 
 REGISTER_LIMIT = 0.010
@@ -67,7 +67,7 @@ def _register(lab: Lab) -> Line:
         f"{sample.text('.1f', 1e3)} ms",
         "",
         f"imports {' and '.join(heavy) or 'neither'}",
-        sample.median <= REGISTER_LIMIT and not heavy,
+        MISSED if heavy else sample.verdict(REGISTER_LIMIT),
     )
 
 
@@ -86,7 +86,7 @@ def _engine(lab: Lab) -> Line:
         f"{on.text('.2f')} s",
         f"{off.text('.2f')} s",
         f"{(on - off).text('+.2f')} s",
-        (on - off).median <= allowed,
+        (on - off).verdict(allowed),
     )
 
 
@@ -120,7 +120,7 @@ def _head(lab: Lab) -> Line:
         f"{sample.text('.2f')} s",
         "",
         "",
-        sample.median <= HEAD_LIMIT,
+        sample.verdict(HEAD_LIMIT),
     )
 
 

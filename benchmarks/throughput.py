@@ -75,7 +75,7 @@ def _lines(model: str, samples: dict[str, dict[str, Sample]]) -> list[Line]:
                     f"{ours.text('.0f')} tokens/s",
                     f"{theirs.text('.0f')} tokens/s",
                     f"x {share.text('.3f')}",
-                    None if number else share.median >= SHARE,
+                    "" if number else (theirs / ours).verdict(1 / SHARE),
                 )
             )
     return lines

@@ -28,12 +28,13 @@ def test_runs_are_taken_in_turn():
     assert (samples["b"] - samples["a"]).values == (1, -1, 1)
     assert (samples["b"] / samples["a"]).median == 1.2
     assert samples["a"].quartiles == (2.5, 4.5)
+    assert [samples["a"].verdict(limit) for limit in (5, 3, 2)] == [measure.MET, measure.NOISE, measure.MISSED]
 
 
 def test_the_page_keeps_what_is_around_the_figures(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(f"before\n{report.START}\nold\n{report.END}\nafter\n")
-    line = report.Line("this", "that", "none", "1", "2", "-1", met=False)
+    line = report.Line("this", "that", "none", "1", "2", "-1", measure.MISSED)
     section = report.Section([line], [report.Table("Growth", ["n"], [["1"]])], "a machine")
     section.save("subject", tmp_path)
     assert report.Section.load(tmp_path / "subject.json") == section
@@ -59,9 +60,9 @@ def test_subject(lab, subject):
     for table in section.tables:
         assert all(len(row) == len(table.head) for row in table.rows)
     if subject is logits:
-        assert section.lines[0].met, "a head that is a projection only has another function"
+        assert section.lines[0].verdict == measure.MET, "a head that is a projection only has another function"
     if subject is memory:
-        assert section.lines[0].met, "a scale allocates"
+        assert section.lines[0].verdict == measure.MET, "a scale allocates"
 
 
 def test_gpu(lab, tmp_path):
