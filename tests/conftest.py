@@ -37,6 +37,12 @@ def vllm(request):
 
 
 @pytest.fixture(scope="session")
+def vllm_zygote(vllm):
+    """Has `logprob_parity` run on each version under test."""
+    return vllm
+
+
+@pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
     """Make a checkpoint, once for the same arguments: `checkpoint(zygote, "gpt_oss", logits_scaling=2)`."""
     made: dict[str, str] = {}
