@@ -138,7 +138,7 @@ def make(is_small: bool, parity: str, throughput: str) -> None:
 
 def backends(device: str) -> list[str]:
     """A job: attention backends to try; FlashInfer in any case, whose refusal is a result too."""
-    from vllm_tf_sinks.vllm_api import backends_with_sinks
+    from vllm_tf_sinks.vllm_api.attention import backends_with_sinks
 
     found = backends_with_sinks()
     return found if device == "cpu" or "FLASHINFER" in found else [*found, "FLASHINFER"]
@@ -150,7 +150,7 @@ def sinks_after_loading(checkpoint: str, **engine: Any) -> str:
     from safetensors.torch import load_file
     from vllm import LLM
 
-    from vllm_tf_sinks.vllm_api import attention_layers
+    from vllm_tf_sinks.vllm_api.attention import attention_layers
 
     saved = load_file(Path(checkpoint) / "model.safetensors")
 

@@ -130,13 +130,13 @@ def inspect_model(
         OSError: if there is no such model.
         ValueError: if its config cannot be read.
     """
-    importlib.import_module(vllm_api.BACKEND)  # makes its attention known to Transformers
+    importlib.import_module(vllm_api.engine.BACKEND)  # makes its attention known to Transformers
     config = AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=trust_remote_code)
     name = ", ".join(config.architectures or [type(config).__name__])
-    report = Inspection(model, name, vllm_api.version(), tensor_parallel_size=ranks)
+    report = Inspection(model, name, vllm_api.engine.version(), tensor_parallel_size=ranks)
     try:
-        options = vllm_api.configuration(model, revision, trust_remote_code)
-        vllm_api.use_config_of_transformers(options)
+        options = vllm_api.engine.configuration(model, revision, trust_remote_code)
+        vllm_api.engine.use_config_of_transformers(options)
         report.dtype = _name(options.dtype)
     except Exception as error:  # whatever vLLM raises at a model that it does not take
         report.refuse(f"vLLM itself refuses it: {error}")
@@ -190,7 +190,7 @@ def _inspect_sinks(report: Inspection, unbuilt: _Unbuilt, settings: Settings) ->
 
 def _sink_report(sinks: list[Sink], unbuilt: _Unbuilt) -> SinkReport:
     heads = list(dict.fromkeys(sink.num_heads for sink in sinks))
-    float32 = vllm_api.is_kept_in_float32(unbuilt.model, sinks[0].parameter_name)
+    float32 = vllm_api.weights.is_kept_in_float32(unbuilt.model, sinks[0].parameter_name)
     return SinkReport(
         layers=[sink.layer_index for sink in sinks],
         of_layers=unbuilt.text_config.num_hidden_layers,
@@ -240,9 +240,9 @@ def _features(head: Head, plan: Plan) -> dict[str, str]:
     sharded = "yes"
     if plan.kind is Kind.WHOLE:
         sharded = "no: the head needs whole rows of logits"
-    elif not vllm_api.projects_without_gather():
+    elif not vllm_api.heads.projects_without_gather():
         sharded = "no: this vLLM does not have it"
-    limit = vllm_api.LARGEST_VOCABULARY_OF_ADAPTERS
+    limit = vllm_api.lora.LARGEST_VOCABULARY
     adapted = f"yes, on {head.projection.name}"
     if head.projection.out_features > limit:
         adapted = f"no: vLLM's LoRA takes no vocabulary above {limit:,}"

@@ -19,7 +19,7 @@ def register() -> None:
             does not fit it. Where it is imported later, that import raises.
     """
     settings = read_settings()
-    vllm_api.declare_variable(VARIABLE, lambda: apply.fingerprint(settings))
+    vllm_api.engine.declare_variable(VARIABLE, lambda: apply.fingerprint(settings))
     apply.configure(settings)
     if settings.groups:
-        trigger.when_imported(vllm_api.BACKEND, apply.apply)
+        trigger.when_imported(vllm_api.engine.BACKEND, apply.apply)

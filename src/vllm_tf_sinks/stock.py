@@ -16,20 +16,20 @@ from vllm_tf_sinks.sinks.find import Sink
 
 def faults_with_sinks(model: nn.Module, sinks: list[Sink]) -> list[str]:
     """What is wrong with the sinks of `model`, the holder of a base model, in stock vLLM; one line a fault."""
-    if sinks and not vllm_api.layers_take_sinks():
+    if sinks and not vllm_api.attention.layers_take_sinks():
         return ["drops the sinks: every softmax is off, and the text degenerates"]
     faults: dict[str, None] = {}
     for sink in sinks:
         module = model.get_submodule(sink.module_name)
         parameter = model.get_parameter(sink.parameter_name)
         try:
-            found = vllm_api.sink_by_itself(module)
+            found = vllm_api.attention.sink_by_itself(module)
         except ValueError as error:
             faults[f"refuses to load: {error}"] = None
             continue
         if found is not parameter or len(sink.shape) != 1:
             faults[f"refuses at the first request: it does not find the sink of {type(module).__name__}"] = None
-        elif vllm_api.is_kept_in_float32(model.model, sink.parameter_name):
+        elif vllm_api.weights.is_kept_in_float32(model.model, sink.parameter_name):
             faults["rounds the sinks to the model's dtype, where Transformers keeps them in float32"] = None
     return list(faults)
 
@@ -78,7 +78,7 @@ def _unknown(head: Head, base: nn.Module, config: Any) -> list[str]:
     """Names of the head's tensors in a checkpoint that stock vLLM has no place for."""
     names = [weight.in_checkpoint for weight in weights_of(head, config) if not weight.tied_to]
     names = [name for name in names if not name.endswith("lm_head.bias")]
-    places = vllm_api.names_by_itself(base, config, names)
+    places = vllm_api.weights.names_by_itself(base, config, names)
     return [name for name, place in places.items() if place not in ("lm_head.weight", None)]
 
 

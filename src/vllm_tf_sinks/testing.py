@@ -36,8 +36,8 @@ def warm() -> None:
     """What a zygote does before its first fork, after IMPORTS."""
     from vllm_tf_sinks import vllm_api
 
-    vllm_api.import_worker()
-    vllm_api.inspect_models_in_this_process()
+    vllm_api.engine.import_worker()
+    vllm_api.engine.inspect_models_in_this_process()
 
 
 @pytest.fixture(scope="session")

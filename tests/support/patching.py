@@ -248,7 +248,7 @@ def _break_probe():
     def broken():
         raise RuntimeError("the probe broke")
 
-    patches = [patch for patch in CATALOGUE if patch.has is vllm_api.layers_take_sinks]
+    patches = [patch for patch in CATALOGUE if patch.has is vllm_api.attention.layers_take_sinks]
     for patch in patches:
         object.__setattr__(patch, "has", broken)
 

@@ -88,15 +88,15 @@ def examine() -> Report:
     }
     _examine_loading(report)
     try:
-        report.versions["vllm"] = vllm_api.version()
+        report.versions["vllm"] = vllm_api.engine.version()
     except ImportError as error:
         report.problem(
             f"vLLM cannot be imported: {error}.",
             "Install vLLM into the environment of this command: see its installation guide for your hardware.",
         )
         return report
-    if reason := vllm_api.unsupported_version():
-        report.problem(f"{reason}, and nothing is patched.", f"Install vLLM {vllm_api.SUPPORTED}.")
+    if reason := vllm_api.engine.unsupported_version():
+        report.problem(f"{reason}, and nothing is patched.", f"Install vLLM {vllm_api.engine.SUPPORTED}.")
     _examine_device(report)
     _examine_patches(report)
     _examine_hooks(report)
@@ -135,8 +135,8 @@ def _examine_loading(report: Report) -> None:
 
 def _examine_device(report: Report) -> None:
     try:
-        report.device = vllm_api.device()
-        report.attention_backends = vllm_api.backends_with_sinks()
+        report.device = vllm_api.engine.device()
+        report.attention_backends = vllm_api.attention.backends_with_sinks()
     except Exception as error:  # whatever drivers raise
         report.problem(f"vLLM finds no device: {error}.", "Install the build of vLLM for this machine.")
         return
@@ -152,7 +152,7 @@ def _examine_patches(report: Report) -> None:
         settings = read_settings()
         report.variable = {"value": settings.value, "meaning": VALUES[settings.value]}
         register()
-        importlib.import_module(vllm_api.BACKEND)
+        importlib.import_module(vllm_api.engine.BACKEND)
     except PatchError:
         pass  # under strict; the rows say why
     except ValueError as error:
@@ -170,7 +170,7 @@ def _examine_patches(report: Report) -> None:
             report.problem(
                 f"{row.patch.name} does not fit this vLLM: {row.reason}.",
                 "Models that need it get wrong logprobs or do not load. Use a released vLLM "
-                f"{vllm_api.SUPPORTED}, or report this with the output of doctor --json.",
+                f"{vllm_api.engine.SUPPORTED}, or report this with the output of doctor --json.",
             )
 
 

@@ -55,7 +55,7 @@ def rehearse_before_split(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def _create_hf_to_vllm_mapper(self: Any) -> None:
         original(self)
-        if vllm_api.is_causal(self) and not vllm_api.is_draft(self):
+        if vllm_api.heads.is_causal(self) and not vllm_api.heads.is_draft(self):
             self.rehearsal = rehearse(self.model, self.text_config)
             check_rehearsal(self, self.rehearsal)
 
@@ -103,7 +103,7 @@ def check_rehearsal(model: Any, rehearsal: Rehearsal) -> None:
         if dropped := set(tensors) - HARMLESS:
             names = ", ".join(sorted(dropped))
             raise GuardError(f"{call.module} of {name} passes {names} to its attention, which vLLM drops.")
-        if missing := set(vllm_api.handed_to_attention()) - call.arguments.keys():
+        if missing := set(vllm_api.attention.handed_to_attention()) - call.arguments.keys():
             raise GuardError(
                 f"{call.module} of {name} is not handed {', '.join(missing)}, in which this vLLM looks for its "
                 "attention layer. vLLM 0.30 needs no such thing."
@@ -117,7 +117,7 @@ def check_rehearsal(model: Any, rehearsal: Rehearsal) -> None:
 
 
 def _check_layers(model: Any, rehearsal: Rehearsal) -> None:
-    layers = vllm_api.attention_layers(model)
+    layers = vllm_api.attention.attention_layers(model)
     name = type(model.model).__name__
     silent = sorted({index for index in layers if index < rehearsal.layers} - {call.layer for call in rehearsal.calls})
     if rehearsal.error is None and silent:
@@ -128,7 +128,7 @@ def _check_layers(model: Any, rehearsal: Rehearsal) -> None:
     masks_as = cache(_masks_as)  # many layers share one mask
     for call in [*rehearsal.calls, *rehearsal.masked]:
         layer = layers.get(-1 if call.layer is None else call.layer)
-        if layer is None or not vllm_api.is_ordinary_attention(layer):
+        if layer is None or not vllm_api.attention.is_ordinary_attention(layer):
             continue
         what = _mismatch(call, layer, ranks)
         if not what and call.mask and not masks_as(call.mask, layer.sliding_window, model.model_config.max_model_len):
@@ -148,7 +148,7 @@ def _mismatch(call: Call, layer: Any, ranks: int) -> str:
     if key not in (layer.num_kv_heads, layer.num_kv_heads * ranks) and key > ranks:
         return f"{key} key-value heads, vLLM with {layer.num_kv_heads * ranks}"
     scale = call.arguments.get("scaling")
-    own = vllm_api.fixed_scale(layer)
+    own = vllm_api.attention.fixed_scale(layer)
     if isinstance(scale, (int, float)) and own is not None and abs(scale - own) > 1e-6 * abs(own):
         return f"a scale of {scale:g}, vLLM with {own:g}"
     return ""

@@ -180,7 +180,7 @@ def _routing_of_vllm(hidden: Tensor, gate: dict[str, Tensor], fuser: Any, config
         best = grouped.amax(-1) if bias is None else grouped.topk(2).values.sum(-1)
         kept = torch.zeros_like(best).scatter(1, best.topk(top_groups).indices, 1.0)
         choice = grouped.masked_fill(kept[..., None] == 0, float("-inf")).view_as(scores)
-    elif vllm_api.routes_by_softmax_only() and (bias is not None or fuser.scoring_func != "softmax"):
+    elif vllm_api.engine.routes_by_softmax_only() and (bias is not None or fuser.scoring_func != "softmax"):
         return None
     ids = choice.topk(top_k).indices
     weights = scores.gather(1, ids)

@@ -136,7 +136,7 @@ def _run(model: nn.Module, arguments: Callable[[], dict[str, Any]]) -> Exception
 
 def _as_vllm() -> dict[str, Any]:
     """Arguments that vLLM's own call has."""
-    return {name: {} for name in vllm_api.handed_to_attention()}
+    return {name: {} for name in vllm_api.attention.handed_to_attention()}
 
 
 def _with_cache(text_config: Any, states: set[str]) -> dict[str, Any]:

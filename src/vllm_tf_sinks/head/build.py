@@ -54,7 +54,7 @@ class Head:
 
     def keeps_in_float32(self, name: str) -> bool:
         """Whether Transformers keeps the parameter `name` in float32 in a model of any dtype."""
-        return vllm_api.is_kept_in_float32(self.model, name)
+        return vllm_api.weights.is_kept_in_float32(self.model, name)
 
     @property
     def has_weights_in_float32(self) -> bool:

@@ -27,8 +27,8 @@ def init_with_head(original: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(original)
     def __init__(self: Any, *, vllm_config: Any, prefix: str = "") -> None:
-        vllm_api.check_layer_names(vllm_config)
-        vllm_api.use_config_of_transformers(vllm_config.model_config)
+        vllm_api.attention.check_layer_names(vllm_config)
+        vllm_api.engine.use_config_of_transformers(vllm_config.model_config)
         original(self, vllm_config=vllm_config, prefix=prefix)
         self.requires_grad_(False)  # or vLLM's in-place reload raises
         if _has_own_head(self):
@@ -64,7 +64,7 @@ def load_with_head(original: Callable[..., set[str]]) -> Callable[..., set[str]]
         if "output_names" not in vars(self):
             return original(self, weights)
         renamed = head_weights.renamed(weights, self.output_names)
-        if vllm_api.is_pooling(self) or not self.pp_group.is_last_rank:
+        if vllm_api.heads.is_pooling(self) or not self.pp_group.is_last_rank:
             return original(self, renamed)
         return head_weights.load(self, renamed, original)
 
@@ -73,12 +73,12 @@ def load_with_head(original: Callable[..., set[str]]) -> Callable[..., set[str]]
 
 def _has_own_head(model: Any) -> bool:
     """Whether a model is built for a ForCausalLM of its own: a draft is given the head of another."""
-    if not vllm_api.is_causal(model) or vllm_api.is_draft(model):
+    if not vllm_api.heads.is_causal(model) or vllm_api.heads.is_draft(model):
         return False
     try:
         _head_of(model)
     except HeadError:
-        if vllm_api.is_pooling(model):  # it does without
+        if vllm_api.heads.is_pooling(model):  # it does without
             return False
         with hooks.telling_refusal(model, "head"):
             raise
@@ -118,13 +118,13 @@ def _install(model: Any, prefix: str) -> None:
     model.output_is_tied = model._get_tie_word_embeddings()
     if head.base_built_with.get("add_pooling_layer") is False and hasattr(model.model, "pooler"):
         model.model.pooler = None  # the ForCausalLM has none, and so no weights for it
-    is_adapted = vllm_api.has_adapters(model) and lora.take_adapters(model, head)
+    is_adapted = vllm_api.lora.has_adapters(model) and lora.take_adapters(model, head)
     shift_positions(model)
     head_weights.keep_own_weights(model)
     embedding = _name_of_embeddings(model.model)
-    if vllm_api.is_pooling(model) or not model.pp_group.is_last_rank:
+    if vllm_api.heads.is_pooling(model) or not model.pp_group.is_last_rank:
         model.output_names = head_weights.Names(head, as_written(head), model.output_is_tied, embedding)
-        setattr(model, head_weights.MODULE, vllm_api.missing_layer())
+        setattr(model, head_weights.MODULE, vllm_api.heads.missing_layer())
         return
     with hooks.telling_refusal(model, "head"), _with_advice():
         plan = classify(head, model.text_config.hidden_size)
@@ -156,7 +156,7 @@ def _refuse_quantised_tie(head: Head, layer: Any, name: str) -> None:
         HeadError: if it is quantised.
     """
     for module in layer.modules():
-        if hasattr(module, "quant_method") and not vllm_api.shares_weight(module):
+        if hasattr(module, "quant_method") and not vllm_api.heads.shares_weight(module):
             raise HeadError(
                 f"{head.name} ties its projection {head.projection.name} to its input embeddings, but the quantization "
                 f"config of the checkpoint quantises {name} ({type(module.quant_method).__name__}). Exclude "
@@ -174,7 +174,7 @@ def _fit_projection(model: Any, head: Head, prefix: str) -> None:
         _refuse_quantised_tie(head, model.lm_head, projection.name)
     elif float32 or renamed or sizes != (config.vocab_size, config.hidden_size):
         dtype = torch.float32 if float32 else model.model_config.dtype
-        model.lm_head = vllm_api.make_lm_head(model, projection.name, *sizes, dtype, prefix)
+        model.lm_head = vllm_api.heads.make_lm_head(model, projection.name, *sizes, dtype, prefix)
         if float32:
             model.logits_processor.head_dtype = torch.float32
     model.logits_processor.org_vocab_size = model.logits_processor.vocab_size = projection.out_features

@@ -20,15 +20,17 @@ def take_adapters(model: Any, head: Head) -> bool:
     Raises:
         HeadError: if this vLLM would take another module of the head for its own `lm_head`.
     """
-    if vllm_api.adapts_by_name_alone() and any(PROJECTION in name for name, _ in head.model.named_parameters()):
+    if vllm_api.lora.adapts_by_name_alone() and any(PROJECTION in name for name, _ in head.model.named_parameters()):
         raise HeadError(
-            f"{head.name} cannot be served with LoRA on vLLM {vllm_api.version()}, which takes any module named "
+            f"{head.name} cannot be served with LoRA on vLLM {vllm_api.engine.version()}, which takes any module named "
             f"{PROJECTION} for its own. Use vLLM 0.29 or later, or merge the adapter."
         )
-    refusal = vllm_api.refusal_of_output_adapters(model, head.projection.out_features)
+    refusal = vllm_api.lora.refusal_of_output_adapters(model, head.projection.out_features)
     if not refusal:
-        model.embedding_modules = vllm_api.with_output_embeddings(model.embedding_modules, PROJECTION)
-    model.hf_to_vllm_mapper = vllm_api.renaming_first(_AdapterNames(model, head, refusal), model.hf_to_vllm_mapper)
+        model.embedding_modules = vllm_api.lora.with_output_embeddings(model.embedding_modules, PROJECTION)
+    model.hf_to_vllm_mapper = vllm_api.weights.renaming_first(
+        _AdapterNames(model, head, refusal), model.hf_to_vllm_mapper
+    )
     return not refusal
 
 

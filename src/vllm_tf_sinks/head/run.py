@@ -36,7 +36,7 @@ def logits_function(model: Any, head: Head, plan: Plan) -> Callable[..., Tensor 
         HeadError: if the head needs all logits of a row, but this platform gathers them on one rank only; or if
             another plugin's `compute_logits` would be passed over.
     """
-    if module := vllm_api.owner_of_logits(model):
+    if module := vllm_api.heads.owner_of_logits(model):
         raise HeadError(
             f"{head.name} computes its own logits, and would pass over the compute_logits that {module} has put into "
             f"{type(model).__name__}. Turn that off, or this plugin's heads: VLLM_TF_SINKS=sinks."
@@ -55,7 +55,7 @@ def logits_function(model: Any, head: Head, plan: Plan) -> Callable[..., Tensor 
 
 def keeps_shards(model: Any) -> bool:
     """Whether each rank can be left its shard of the logits: the logits processor that LoRA puts in gathers them."""
-    return vllm_api.projects_without_gather() and not vllm_api.has_adapters(model)
+    return vllm_api.heads.projects_without_gather() and not vllm_api.lora.has_adapters(model)
 
 
 def local_logits_function(model: Any, plan: Plan) -> Callable[..., Tensor]:

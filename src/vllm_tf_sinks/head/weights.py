@@ -165,7 +165,7 @@ def load(model: Any, weights: Iterable[tuple[str, torch.Tensor]], original: Call
 
     loaded |= original(model, others())
     if mistakable:
-        loaded |= vllm_api.load_weights_of_base(model, mistakable)
+        loaded |= vllm_api.weights.load_weights_of_base(model, mistakable)
     if projection is not None and (embedding is None or not torch.equal(projection, embedding)):
         _untie(model, projection)
     elif embedding is not None and model.lm_head.weight.is_meta:
@@ -192,10 +192,10 @@ def _untie(model: Any, weight: torch.Tensor) -> None:
         )
     vocabulary, size = weight.shape
     name = model.own_head.projection.name
-    projection = vllm_api.make_lm_head(model, name, vocabulary, size, model.model_config.dtype)
-    vllm_api.record_for_reload(projection)
+    projection = vllm_api.heads.make_lm_head(model, name, vocabulary, size, model.model_config.dtype)
+    vllm_api.weights.record_for_reload(projection)
     projection.weight.weight_loader(projection.weight, weight)
     projection.bias = model.lm_head.bias
     model.lm_head = projection
     model.output_is_tied = False
-    vllm_api.load_lm_head(model)
+    vllm_api.weights.load_lm_head(model)

@@ -55,7 +55,7 @@ def apply() -> None:
     for group in sorted(_settings.groups):
         misfits += _apply_group([patch for patch in CATALOGUE if patch.group == group])
     if misfits:
-        message = f"vLLM {vllm_api.version()} is not patched in full: " + "; ".join(map(str, misfits))
+        message = f"vLLM {vllm_api.engine.version()} is not patched in full: " + "; ".join(map(str, misfits))
         if _settings.strict:
             _restore()
             raise PatchError(f"{message}. {VARIABLE}=strict forbids that: use 1 to go on without these patches.")
@@ -64,7 +64,7 @@ def apply() -> None:
     _logged = line
     if misfits:
         logger.warning("%s. Models that need them get wrong logprobs or do not load.", message)
-    logger.info("vllm-tf-sinks %s on vLLM %s: %s", version("vllm-tf-sinks"), vllm_api.version(), line)
+    logger.info("vllm-tf-sinks %s on vLLM %s: %s", version("vllm-tf-sinks"), vllm_api.engine.version(), line)
 
 
 def _apply_group(patches: list[Patch]) -> list[Row]:
@@ -75,7 +75,7 @@ def _apply_group(patches: list[Patch]) -> list[Row]:
         if patch.name in _applied:
             continue
         try:
-            if reason := vllm_api.unsupported_version():
+            if reason := vllm_api.engine.unsupported_version():
                 raise PatchError(reason)
             if reason := patch.has():
                 _rows[patch.name] = Row(patch, State.NOT_NEEDED, reason)

@@ -39,7 +39,7 @@ def refuse_by_config(original: Callable[..., Any]) -> Callable[..., Any]:
         name = ", ".join(self.config.architectures or [self.text_config.model_type])
         if what := STRANGE_ATTENTION.get(self.text_config.model_type):
             raise _not_ordinary(name, what)
-        if cache := vllm_api.misread_cache(self):
+        if cache := vllm_api.attention.misread_cache(self):
             raise ValueError(
                 f"{name} would be wrong with kv_cache_dtype={cache}, which attention on the CPU reads as "
                 f"{self.model_config.dtype}. Use kv_cache_dtype=auto."
@@ -95,7 +95,7 @@ def _leave_mla(model: Any) -> None:
             f"{name} has attention sinks, which vLLM's MLA layers do not take. Set VLLM_MLA_DISABLE=1 to "
             "serve it by ordinary attention."
         )
-    vllm_api.forget_mla_block_size(model.cache_config)
+    vllm_api.attention.forget_mla_block_size(model.cache_config)
 
 
 def guard_attention(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -43,7 +43,7 @@ def build_with_sinks(original: Callable[..., Any]) -> Callable[..., Any]:
         if not getattr(self, "attention_sinks", None):  # unset for a draft, which is not split over ranks
             return original(self, *args, **kwargs)
         layers = _SinkLayers(self)
-        with vllm_api.attention_layers_built_by(layers.build):
+        with vllm_api.attention.attention_layers_built_by(layers.build):
             instances = original(self, *args, **kwargs)
         layers.attach()
         return instances
@@ -77,7 +77,7 @@ class _SinkLayers:
         """
         model, owner = self.model, self.model.get_submodule(sink.owner_name)
         heads = self._heads(sink.module_name, model.get_submodule(sink.module_name), sink.num_heads)
-        float32 = vllm_api.is_kept_in_float32(model.model, sink.parameter_name)
+        float32 = vllm_api.weights.is_kept_in_float32(model.model, sink.parameter_name)
         dtype = torch.float32 if float32 else model.model_config.dtype
         device = model.device_config.device
         setattr(owner, sink.name, sink_parameter(sink, heads, dtype, device))
@@ -102,10 +102,12 @@ class _SinkLayers:
             raise SinkError(
                 f"Attention layer {kwargs['prefix']} cannot be built with its sink {sink.parameter_name}: "
                 f"{str(error).rstrip('.')}. "
-                f"Attention backends that take sinks: {', '.join(vllm_api.backends_with_sinks())}."
+                f"Attention backends that take sinks: {', '.join(vllm_api.attention.backends_with_sinks())}."
             ) from error
         # A kernel reads the parameter itself, not a copy of it that would have to follow each reload
-        parameter.data = parameter.data.to(vllm_api.sink_dtype(layer.attn_backend.get_name(), parameter.dtype))
+        parameter.data = parameter.data.to(
+            vllm_api.attention.sink_dtype(layer.attn_backend.get_name(), parameter.dtype)
+        )
         sinks.data = parameter.data.view(-1)
         self.built[index] = layer
         return layer
@@ -119,8 +121,8 @@ class _SinkLayers:
             if (layer := self.built.get(index)) is None:
                 raise SinkError(f"vLLM built no attention layer for the sink {sink.parameter_name}.")
             module = self.model.get_submodule(sink.module_name)
-            if not hasattr(module, vllm_api.attention_attribute()):
-                setattr(module, vllm_api.attention_attribute(), layer)
+            if not hasattr(module, vllm_api.attention.LAYER):
+                setattr(module, vllm_api.attention.LAYER, layer)
         name, outcome = type(self.model.model).__name__, f"attention sinks in {len(self.sinks)} layers"
         logger.info("%s: %s", name, outcome)
         hooks.plugins().tell(hooks.Decision(name, "sinks", outcome))

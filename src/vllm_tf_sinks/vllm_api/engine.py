@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM as a whole: its version, platform, configuration and start."""
+
+from collections.abc import Callable
+from typing import Any
+
+BACKEND = "vllm.model_executor.models.transformers"
+SUPPORTED = ">=0.27.1,<0.34"
+
+
+def version() -> str:
+    """The version of the vLLM that this process runs."""
+    from vllm.version import __version__
+
+    return str(__version__)
+
+
+def unsupported_version() -> str:
+    """Why this vLLM is outside the supported range, or ""."""
+    from packaging.specifiers import SpecifierSet  # slow to import, and not needed by register()
+    from packaging.version import Version
+
+    if version() == "dev" or Version(version()).base_version in SpecifierSet(SUPPORTED, prereleases=True):
+        return ""
+    return f"vLLM {version()} is outside the supported range {SUPPORTED}"
+
+
+def device() -> str:
+    """What this vLLM runs on.
+
+    Raises:
+        RuntimeError: if it finds nothing that it runs on.
+    """
+    from vllm.platforms import current_platform
+
+    if current_platform.is_unspecified():
+        raise RuntimeError("this build of vLLM supports none of this machine's")
+    if current_platform.is_cpu():
+        return "CPU"
+    capability = current_platform.get_device_capability()
+    suffix = f", compute capability {capability.as_version_str()}" if capability else ""
+    return f"{current_platform.get_device_name()}{suffix}"
+
+
+def routes_by_softmax_only() -> bool:
+    """Whether this platform's experts route without groups by a plain softmax only, as the CPU's do."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
+def declare_variable(name: str, value: Callable[[], str]) -> None:
+    """Make an environment variable known to vLLM.
+
+    vLLM then does not warn about it, hands it to Ray workers, and makes `value()` part of the key
+    of its compile cache.
+    """
+    from vllm import envs
+
+    envs.environment_variables[name] = value
+
+
+def configuration(model: str, revision: str | None, trust_remote_code: bool) -> Any:
+    """The ModelConfig with which this vLLM would serve `model` through the Transformers backend.
+
+    Raises:
+        ValueError: if it would refuse to; pydantic's errors are among these.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    arguments = EngineArgs(
+        model,
+        revision=revision,
+        code_revision=revision,
+        trust_remote_code=trust_remote_code,
+        model_impl="transformers",
+        skip_tokenizer_init=True,
+    )
+    return arguments.create_model_config()
+
+
+def use_config_of_transformers(model_config: Any) -> None:
+    """Give a model that Transformers has Transformers' own config, where vLLM read it with one of its own.
+
+    vLLM up to 0.31 has a HyperCLOVAXConfig, for which `AutoModel` finds no class.
+    """
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    config = model_config.hf_config
+    name = CONFIG_MAPPING_NAMES.get(config.model_type)
+    if name is None or not type(config).__module__.startswith("vllm."):
+        return
+    fields = {field: value for field, value in config.to_dict().items() if value is not None}
+    fields.pop("auto_map", None)
+    model_config.hf_config = getattr(transformers, name).from_dict(fields)
+    model_config.hf_text_config = model_config.hf_config.get_text_config()
+
+
+def import_worker() -> None:
+    """Import what a worker of this platform needs: slow, and free of tensor work."""
+    import importlib
+
+    from vllm.platforms import current_platform
+
+    importlib.import_module("vllm.v1.worker.cpu_worker" if current_platform.is_cpu() else "vllm.v1.worker.gpu_worker")
+
+
+def inspect_models_in_this_process() -> None:
+    """Let the registry look at a model class here, and not in a process of its own, which takes 10 s."""
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda inspect: inspect()
