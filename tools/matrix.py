@@ -9,6 +9,7 @@ Prints a table and writes it to docs/versions.md. 0.33.0 is its Python on the ke
 
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
@@ -23,13 +24,13 @@ from tqdm import tqdm
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "versions.md"
 VERSIONS = ["0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0"]
 TYPES = {
-    "sinks": ["gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash"],
+    "sinks": ["gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash", "deepseek_v4", "hy_v4"],
     "head scales": ["granite", "hyperclovax", "minicpm3"],
     "head caps": ["gemma2"],
     "head transforms": ["modernbert-decoder", "bert"],
     "head by another name": ["gpt_neox"],
     "plain": ["llama", "mistral", "qwen2", "qwen3", "olmo2", "phi3"],
-    "two ranks": ["gpt_oss", "granite"],
+    "two ranks": ["gpt_oss", "mimo_v2_flash", "granite"],
 }
 RANKS = "two ranks"
 
@@ -37,43 +38,59 @@ RANKS = "two ranks"
 def main() -> None:
     versions = sys.argv[1:] or VERSIONS
     columns = {version: _column(version) for version in versions}
-    rows = [["", "model type", *versions], ["---", "---", *["---:"] * len(versions)]]
-    rows.append(["patches applied", "", *(columns[version]["patches"] for version in versions)])
-    for what, types in TYPES.items():
-        rows += [[what, name, *(columns[version][what, name] for version in versions)] for name in types]
-    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-    reasons = "".join(
-        f"\n- {name} on {version}: {reason}"
-        for version in versions
-        for name, reason in columns[version]["refused"].items()
-    )
-    table += f"\n\nRefused at load:\n{reasons}" if reasons else ""
+    table = f"{_table(columns)}\n\n{_refusals(columns)}".strip()
     print(table)
     PAGE.write_text(
         "# Versions\n\nThe largest difference of log-softmax rows from Hugging Face's, over a prompt and what was "
         "generated after it; tiny random\ncheckpoints, float32, CPU. 0.33.0 is its Python on the kernels of 0.32.0. "
-        f"Written by `make matrix`.\n\n{table}\n"
+        "Patches that are not applied are for what\nthat vLLM does itself. Written by `make matrix`.\n\n"
+        f"{table}\n"
     )
-    if faults := {"wrong", "crashed"} & {cell for row in rows for cell in row}:
+    outcomes = {verdict.outcome for column in columns.values() for verdict in column.verdicts.values()}
+    if faults := outcomes - {"right", "refused"}:
         raise SystemExit(f"some are {' and '.join(faults)}")
 
 
-def _column(version: str) -> dict:
+@dataclass(frozen=True)
+class _Column:
+    """One version: how many patches are applied, and the verdict on each entry of TYPES."""
+
+    patches: str
+    verdicts: dict[tuple[str, str], Verdict]
+
+
+def _column(version: str) -> _Column:
     zygote = Zygote(version, overlay(version))
     try:
-        states = zygote.run("support.patching:states_after_import")
-        if misfits := {"pending", "off", "does not fit"} & set(states.values()):
-            raise SystemExit(f"{version}: patches {' and '.join(misfits)}: {states}")
-        column: dict = {"patches": f"{list(states.values()).count('applied')} of {len(states)}", "refused": {}}
-        for what, types in TYPES.items():
-            for name in tqdm(types, desc=f"{version} {what}", leave=False):
-                verdict = _of_two_ranks(zygote, name) if what == RANKS else _of_one(zygote, name)
-                column[what, name] = _cell(verdict)
-                if verdict.outcome == "refused":
-                    column["refused"][name] = verdict.reason
-        return column
+        states = list(zygote.run("support.patching:states_after_import").values())
+        if misfits := {"pending", "off", "does not fit"} & set(states):
+            raise SystemExit(f"{version}: some patches are {' and '.join(misfits)}")
+        entries = [(what, name) for what, types in TYPES.items() for name in types]
+        verdicts = {
+            (what, name): _of_two_ranks(zygote, name) if what == RANKS else _of_one(zygote, name)
+            for what, name in tqdm(entries, desc=version)
+        }
+        return _Column(f"{states.count('applied')} of {len(states)}", verdicts)
     finally:
         zygote.close()
+
+
+def _table(columns: dict[str, _Column]) -> str:
+    rows = [["", "model type", *columns], ["---", "---", *["---:"] * len(columns)]]
+    rows.append(["patches applied", "", *(column.patches for column in columns.values())])
+    for what, types in TYPES.items():
+        rows += [[what, name, *(_cell(column.verdicts[what, name]) for column in columns.values())] for name in types]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _refusals(columns: dict[str, _Column]) -> str:
+    """Each reason of a refusal once, with the versions."""
+    versions: dict[tuple[str, str], list[str]] = {}
+    for version, column in columns.items():
+        for (_, name), verdict in column.verdicts.items():
+            if verdict.outcome == "refused":
+                versions.setdefault((name, verdict.reason), []).append(version)
+    return "\n".join(f"- {name} on {', '.join(of)}: {reason}" for (name, reason), of in versions.items())
 
 
 def _cell(verdict: Verdict) -> str:
