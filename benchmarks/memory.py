@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.lab import ENGINE, OFF, ON, Lab
 from benchmarks.logits import DUMMY, NARROW
-from benchmarks.measure import in_turn
+from benchmarks.measure import MET, MISSED, in_turn
 from benchmarks.report import Line, Section
 
 MIB = 2**20
@@ -30,7 +30,7 @@ def _call(lab: Lab, rows: int) -> Line:
         f"{here:,} bytes",
         f"{peer:,} bytes",
         f"{here - peer:+,} bytes",
-        here <= peer + NUMBER,
+        MET if here <= peer + NUMBER else MISSED,
     )
 
 

@@ -57,6 +57,7 @@ def test_subject(lab, subject):
         assert len(line.cells) == 7
         assert line.what
         assert line.ours
+        assert line.verdict in ("", measure.MET, measure.MISSED, measure.NOISE)
     for table in section.tables:
         assert all(len(row) == len(table.head) for row in table.rows)
     if subject is logits:
