@@ -13,7 +13,8 @@ import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
+from types import CodeType
 from typing import Any
 
 import torch
@@ -199,16 +200,25 @@ class _Passed:
             raise ValueError("the expression changes the parameter's values")
         return owner
 
-    def evaluate(self, module: nn.Module) -> Any:
-        """The value of the expression on `module`, from the statements before it that it depends on."""
+    @cached_property
+    def program(self) -> CodeType:
+        """What assigns the expression's value, after the statements before it that it depends on: one for all layers.
+
+        Raises:
+            ValueError: if it depends on what the method is called with.
+        """
         statements, unknown = _slice(self.tree, self.expression)
         if arguments := unknown & self.arguments:
             raise ValueError(f"it depends on what the method is called with ({', '.join(sorted(arguments))})")
         assign = ast.Assign(targets=[ast.Name(_RESULT, ast.Store())], value=self.expression)
-        program = ast.fix_missing_locations(ast.Module([*statements, assign], type_ignores=[]))
+        tree = ast.fix_missing_locations(ast.Module([*statements, assign], type_ignores=[]))
+        return compile(tree, f"<{self.function.__qualname__}>", "exec")
+
+    def evaluate(self, module: nn.Module) -> Any:
+        """The value of the expression on `module`."""
         closure = inspect.getclosurevars(self.function).nonlocals
         names = {**self.function.__globals__, **closure, self.tree.args.args[0].arg: module}
-        exec(compile(program, f"<{self.function.__qualname__}>", "exec"), names)
+        exec(self.program, names)
         return names[_RESULT]
 
 
