@@ -3,7 +3,7 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 VARIABLE = "VLLM_TF_SINKS"
 
@@ -17,8 +17,7 @@ VALUES = {
 }
 
 
-@dataclass(frozen=True)
-class Settings:
+class Settings(NamedTuple):
     """What the user asked for.
 
     Attributes:

@@ -248,9 +248,8 @@ def _break_probe():
     def broken():
         raise RuntimeError("the probe broke")
 
-    patches = [patch for patch in CATALOGUE if patch.has is vllm_api.attention.layers_take_sinks]
-    for patch in patches:
-        object.__setattr__(patch, "has", broken)
+    probe = vllm_api.attention.layers_take_sinks
+    apply.CATALOGUE = tuple(patch._replace(has=broken) if patch.has is probe else patch for patch in CATALOGUE)
 
 
 MISFITS = {

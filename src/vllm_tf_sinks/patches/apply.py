@@ -3,10 +3,9 @@
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from importlib.metadata import version
 from types import CellType
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm_tf_sinks import vllm_api
 from vllm_tf_sinks.patches.catalogue import CATALOGUE
@@ -16,8 +15,7 @@ from vllm_tf_sinks.settings import VARIABLE, Settings
 logger = logging.getLogger("vllm.tf_sinks")  # only loggers below `vllm` have a handler
 
 
-@dataclass(frozen=True)
-class _Applied:
+class _Applied(NamedTuple):
     target: Target
     original: Callable[..., Any]
     replacement: Callable[..., Any]
