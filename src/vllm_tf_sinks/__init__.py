@@ -1,22 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention sinks and true output heads for vLLM's Transformers modeling backend."""
 
+import importlib
 from typing import TYPE_CHECKING, Any
-
-from vllm_tf_sinks.patches.apply import revert, status
-from vllm_tf_sinks.patches.patch import PatchError, Row, State
-from vllm_tf_sinks.plugin import register
-from vllm_tf_sinks.settings import Settings
 
 if TYPE_CHECKING:
     from vllm_tf_sinks.hooks import hookimpl
+    from vllm_tf_sinks.patches.apply import revert, status
+    from vllm_tf_sinks.patches.patch import PatchError, Row, State
+    from vllm_tf_sinks.plugin import register
+    from vllm_tf_sinks.settings import Settings
 
 __all__ = ["PatchError", "Row", "Settings", "State", "hookimpl", "register", "revert", "status"]
 
+# Imported when asked for: every process of vLLM imports this package, and most need register() alone
+_MODULES = {
+    "hookimpl": "hooks",
+    "revert": "patches.apply",
+    "status": "patches.apply",
+    "PatchError": "patches.patch",
+    "Row": "patches.patch",
+    "State": "patches.patch",
+    "register": "plugin",
+    "Settings": "settings",
+}
+
 
 def __getattr__(name: str) -> Any:
-    if name != "hookimpl":
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from vllm_tf_sinks.hooks import hookimpl  # imports pluggy, which register() has no use for in most processes
-
-    return hookimpl
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -2,8 +2,8 @@
 """The one function that vLLM calls, in each of its processes."""
 
 from vllm_tf_sinks import vllm_api
-from vllm_tf_sinks.patches import apply, trigger
-from vllm_tf_sinks.settings import VARIABLE, read_settings
+from vllm_tf_sinks.patches import trigger
+from vllm_tf_sinks.settings import VARIABLE, choose, read_settings
 
 
 def register() -> None:
@@ -19,7 +19,13 @@ def register() -> None:
             does not fit it. Where it is imported later, that import raises.
     """
     settings = read_settings()
-    vllm_api.engine.declare_variable(VARIABLE, lambda: apply.fingerprint(settings))
-    apply.configure(settings)
+    vllm_api.engine.declare_variable(VARIABLE, lambda: settings.fingerprint)
+    choose(settings)
     if settings.groups:
-        trigger.when_imported(vllm_api.engine.BACKEND, apply.apply)
+        trigger.when_imported(vllm_api.engine.BACKEND, _apply)
+
+
+def _apply() -> None:
+    from vllm_tf_sinks.patches.apply import apply  # which most processes of a server never need
+
+    apply()

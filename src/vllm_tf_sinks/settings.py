@@ -3,6 +3,7 @@
 
 import os
 from collections.abc import Mapping
+from importlib.metadata import version
 from typing import NamedTuple
 
 VARIABLE = "VLLM_TF_SINKS"
@@ -37,6 +38,26 @@ class Settings(NamedTuple):
     def strict(self) -> bool:
         """Whether a patch that does not fit is an error."""
         return self.value == "strict"
+
+    @property
+    def fingerprint(self) -> str:
+        """What distinguishes graphs compiled under these settings: part of vLLM's compile cache key."""
+        return f"{self.value} {version('vllm-tf-sinks')}"
+
+
+NOT_REGISTERED = Settings("0")  # register() was not called
+_chosen = NOT_REGISTERED
+
+
+def choose(settings: Settings) -> None:
+    """Take `settings` for all that the patches do in this process from now on."""
+    global _chosen
+    _chosen = settings
+
+
+def chosen() -> Settings:
+    """The settings of this process: what was chosen last."""
+    return _chosen
 
 
 def read_settings(environment: Mapping[str, str] = os.environ) -> Settings:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from vllm_tf_sinks import vllm_api
 from vllm_tf_sinks.patches.catalogue import CATALOGUE
 from vllm_tf_sinks.patches.patch import Patch, PatchError, Row, State, Target
-from vllm_tf_sinks.settings import VARIABLE, Settings
+from vllm_tf_sinks.settings import NOT_REGISTERED, VARIABLE, Settings, choose, chosen
 
 logger = logging.getLogger("vllm.tf_sinks")  # only loggers below `vllm` have a handler
 
@@ -21,18 +21,20 @@ class _Applied(NamedTuple):
     replacement: Callable[..., Any]
 
 
-_settings = Settings("0")
+_followed = NOT_REGISTERED  # the settings that the rows are true of
 _rows: dict[str, Row] = {}
 _applied: dict[str, _Applied] = {}
 _made: dict[str, _Applied] = {}  # the last replacement of each row, applied or not
 _logged = ""
 
 
-def configure(settings: Settings) -> None:
-    """Take `settings` for the next `apply()`; rows that wait for it become pending or off."""
-    global _settings
-    _settings = settings
+def _follow() -> None:
+    """Bring the rows up to the settings chosen since, under which those that wait for `apply()` are pending or off."""
+    global _followed
     _look()
+    if _followed is (settings := chosen()):
+        return
+    _followed = settings
     for patch in CATALOGUE:
         if patch.name not in _applied:
             _rows[patch.name] = (
@@ -49,12 +51,14 @@ def apply() -> None:
         PatchError: under `VLLM_TF_SINKS=strict`, naming vLLM's version and each patch that does not fit.
     """
     global _logged
+    _follow()
+    settings = chosen()
     misfits: list[Row] = []
-    for group in sorted(_settings.groups):
+    for group in sorted(settings.groups):
         misfits += _apply_group([patch for patch in CATALOGUE if patch.group == group])
     if misfits:
         message = f"vLLM {vllm_api.engine.version()} is not patched in full: " + "; ".join(map(str, misfits))
-        if _settings.strict:
+        if settings.strict:
             _restore()
             raise PatchError(f"{message}. {VARIABLE}=strict forbids that: use 1 to go on without these patches.")
     if (line := summary()) == _logged:
@@ -131,7 +135,7 @@ def _reason(error: Exception) -> str:
 
 def status() -> list[Row]:
     """Every row of the catalogue, in its order, with its state in this process."""
-    _look()
+    _follow()
     return [_rows.get(patch.name, Row(patch, State.OFF, "register() was not called")) for patch in CATALOGUE]
 
 
@@ -151,7 +155,8 @@ def revert() -> list[Row]:
     backend's import are off, until `register()` is called again. Models that were built keep what
     they were built with.
     """
-    configure(Settings("0"))
+    choose(Settings("0"))
+    _follow()
     _rows.update({name: Row(row.patch, State.OFF, "reverted") for name, row in _rows.items() if name not in _applied})
     _restore()
     return status()
@@ -198,8 +203,3 @@ def _contents(cell: CellType) -> Any:
         return cell.cell_contents
     except ValueError:  # it is empty
         return None
-
-
-def fingerprint(settings: Settings) -> str:
-    """What distinguishes graphs compiled under `settings`: part of vLLM's compile cache key."""
-    return f"{settings.value} {version('vllm-tf-sinks')}"

@@ -4,6 +4,17 @@
 Importing it imports nothing of vLLM; each function imports what it asks about.
 """
 
-from vllm_tf_sinks.vllm_api import attention, engine, heads, lora, weights
+import importlib
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm_tf_sinks.vllm_api import attention, engine, heads, lora, weights
 
 __all__ = ["attention", "engine", "heads", "lora", "weights"]
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return importlib.import_module(f"{__name__}.{name}")  # register() needs one of them only
