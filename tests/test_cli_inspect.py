@@ -22,7 +22,7 @@ def inspect(vllm, folder, *arguments, env=None):
 def test_heads(vllm, checkpoint, name):
     """The verdict on stock vLLM is that of test_heads, which serves the same checkpoints."""
     folder = checkpoint(vllm, name, tie_word_embeddings=False)
-    status, report = inspect(vllm, folder)
+    status, report = inspect(vllm, folder, "--max-model-len", "128")
     assert (status, report["outcome"], report["reasons"]) == (0, "right", [])
     faults = [fault for fault in report["alone"] if "sink" not in fault]
     is_right = name in STOCK_IS_RIGHT and (name != "gpt_neox" or Version(vllm.version) >= Version("0.32"))
@@ -83,6 +83,33 @@ def test_refused_as_by_the_engine(vllm, checkpoint, name, change, message):
     status, report = inspect(vllm, folder, "--trust-remote-code")
     assert (status, report["outcome"]) == (3, "refused")
     assert any(message in reason for reason in report["reasons"])
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("aria_text", "AriaExperts of AriaTextModel keeps its weights transposed"),
+        ("jetmoe", "with 4 key-value heads, vLLM with 2"),
+        ("longcat_flash", "has 6 experts, of which 4 compute something"),
+        ("mamba", "vLLM itself refuses it"),
+        ("minimax", "ayer 1"),
+    ],
+)
+def test_refused_when_vllm_has_made_its_layers(vllm, tmp_path, name, message):
+    vllm.run("support.small:build", model_type=name, folder=str(tmp_path))
+    status, report = inspect(vllm, str(tmp_path))
+    assert (status, report["outcome"]) == (3, "refused")
+    assert message in report["reasons"][0]
+    status, report = inspect(vllm, str(tmp_path), env=OFF)
+    assert status == 3 if "vLLM itself" in report["reasons"][0] else 1
+
+
+def test_longest_context(vllm, checkpoint):
+    folder = checkpoint(vllm, "roberta")
+    status, report = inspect(vllm, folder)
+    assert (status, len(report["reasons"])) == (3, 1)
+    assert "set --max-model-len 255" in report["reasons"][0]
+    assert inspect(vllm, folder, "--max-model-len", "255")[0] == 0
 
 
 def test_heads_that_do_not_divide(vllm, checkpoint):

@@ -2,6 +2,7 @@
 """Tell from a model's config and code how vLLM would serve it, without weights, a GPU or an engine."""
 
 import importlib
+from copy import deepcopy
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,8 @@ from vllm_tf_sinks.head.build import Head, build_head, causal_lm_class
 from vllm_tf_sinks.head.classify import Kind, Plan, classify
 from vllm_tf_sinks.head.describe import describe
 from vllm_tf_sinks.head.standin import HeadError
-from vllm_tf_sinks.settings import VARIABLE, Settings
+from vllm_tf_sinks.patches.apply import apply
+from vllm_tf_sinks.settings import VARIABLE, Settings, choose
 from vllm_tf_sinks.sinks.find import Sink, SinkError, find_sinks
 from vllm_tf_sinks.sinks.guards import check_model, refuse_by_config
 
@@ -122,7 +124,12 @@ class _Unbuilt(nn.Module):
 
 
 def inspect_model(
-    model: str, settings: Settings, revision: str | None = None, trust_remote_code: bool = False, ranks: int = 1
+    model: str,
+    settings: Settings,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    ranks: int = 1,
+    max_model_len: int | None = None,
 ) -> Inspection:
     """How vLLM would serve `model` under `settings` on `ranks` tensor-parallel ranks.
 
@@ -135,7 +142,8 @@ def inspect_model(
     name = ", ".join(config.architectures or [type(config).__name__])
     report = Inspection(model, name, vllm_api.engine.version(), tensor_parallel_size=ranks)
     try:
-        options = vllm_api.engine.configuration(model, revision, trust_remote_code)
+        vllm_config = vllm_api.engine.configuration(model, revision, trust_remote_code, max_model_len)
+        options = deepcopy(vllm_config.model_config)  # vLLM's own is for building the model
         vllm_api.engine.use_config_of_transformers(options)
         report.dtype = _name(options.dtype)
     except Exception as error:  # whatever vLLM raises at a model that it does not take
@@ -152,6 +160,8 @@ def inspect_model(
     _inspect_attention(report, unbuilt, settings)
     _inspect_sinks(report, unbuilt, settings)
     _inspect_head(report, unbuilt, settings)
+    if report.outcome is not REFUSED:
+        _build(report, vllm_config, settings)
     report.features["pipeline parallel"] = (
         "yes, by the model's own plan" if unbuilt.model.supports_pp_plan else "yes, by a plan that vLLM infers"
     )
@@ -159,16 +169,34 @@ def inspect_model(
 
 
 def _inspect_attention(report: Inspection, unbuilt: _Unbuilt, settings: Settings) -> None:
-    """What shows before there are attention layers: these are checked when vLLM has made them."""
     try:
         check_rehearsal(unbuilt, rehearse(unbuilt.model, unbuilt.text_config))
     except GuardError as error:
-        faults = [f"serves it all the same, though: {error}"]
-        report.alone += faults
-        if "guard" in settings.groups:
-            report.refuse(error)
-        else:
-            _off(report, faults, settings)
+        _guarded(report, error, settings)
+
+
+def _build(report: Inspection, vllm_config: Any, settings: Settings) -> None:
+    """Build the model as vLLM does, patched, on one rank, and see who refuses it: some checks need vLLM's layers."""
+    choose(Settings())
+    apply()
+    try:
+        with vllm_api.engine.built_on_meta(vllm_config):
+            pass
+    except GuardError as error:
+        _guarded(report, error, settings)
+    except (SinkError, HeadError) as error:
+        report.refuse(error)
+    except Exception as error:  # whatever vLLM raises at a model that it cannot build
+        report.refuse(f"vLLM itself refuses it: {error}")
+
+
+def _guarded(report: Inspection, error: GuardError, settings: Settings) -> None:
+    faults = [f"serves it all the same, though: {error}"]
+    report.alone += faults
+    if "guard" in settings.groups:
+        report.refuse(error)
+    else:
+        _off(report, faults, settings)
 
 
 def _inspect_sinks(report: Inspection, unbuilt: _Unbuilt, settings: Settings) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Commands run in a fork of a zygote, where vLLM is imported already."""
 
-import io
+import tempfile
 from contextlib import redirect_stdout
 
 
@@ -12,9 +12,12 @@ def command(arguments: list[str], tamper: str = "") -> tuple[int, str]:
 
     if tamper:
         call(tamper)
-    with redirect_stdout(io.StringIO()) as printed:
-        status = main(arguments)
-    return status, printed.getvalue()
+    # A true file: vLLM 0.29 asks standard output for its descriptor
+    with tempfile.TemporaryFile("w+") as printed:
+        with redirect_stdout(printed):
+            status = main(arguments)
+        printed.seek(0)
+        return status, printed.read()
 
 
 def with_tokenizer(name: str, folder: str, **changes) -> str:

@@ -28,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--revision", help="branch, tag or commit of the hub")
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the checkpoint")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N", help="ranks (default: 1)")
+    parser.add_argument("--max-model-len", type=int, metavar="N", help="longest context (default: the config's)")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -41,6 +42,7 @@ def run(options: argparse.Namespace) -> int:
             options.revision,
             options.trust_remote_code,
             options.tensor_parallel_size,
+            options.max_model_len,
         )
     except (OSError, ValueError, ImportError) as error:
         if options.json:

@@ -157,15 +157,16 @@ def _mismatch(call: Call, layer: Any, ranks: int) -> str:
 def _masks_as(mask: Mask, window: int | None, length: int) -> bool:
     """Whether `mask` is that of causal attention over the last `window` of `length` tokens."""
     _fill_closures(mask)
-    query = torch.tensor([0, length // 2, length - 1], device="cpu")[:, None]
-    key = torch.arange(length, device="cpu")[None]
-    zero = torch.zeros((), dtype=torch.long, device="cpu")
-    expected = (key <= query) & (key > query - window) if window else key <= query
-    try:
-        allowed = mask(zero, zero, query, key)
-    except Exception:  # it is made from what only a true batch has
-        return True
-    return bool((allowed == expected).all())
+    with torch.device("cpu"):
+        query = torch.tensor([0, length // 2, length - 1])[:, None]
+        key = torch.arange(length)[None]
+        zero = torch.zeros((), dtype=torch.long)
+        expected = (key <= query) & (key > query - window) if window else key <= query
+        try:
+            allowed = mask(zero, zero, query, key)
+        except Exception:  # it is made from what only a true batch has
+            return True
+        return bool((allowed == expected).all())
 
 
 def _fill_closures(function: Any) -> None:

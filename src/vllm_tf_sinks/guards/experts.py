@@ -101,14 +101,15 @@ def _check_experts(model: Any, experts: Any, reads_layout: bool) -> None:
 
 def _is_silu(experts: Any) -> bool:
     """Whether an expert's activation is silu(gate) * up, as far as it shows."""
-    x = torch.linspace(-30, 30, 64, device="cpu")
-    gate, up = x.chunk(2)
-    try:
-        if hasattr(experts, "_apply_gate"):
-            return torch.allclose(experts._apply_gate(x[None])[0], F.silu(gate) * up)
-        return not hasattr(experts, "act_fn") or torch.allclose(experts.act_fn(x), F.silu(x))
-    except Exception:  # code of any class
-        return True
+    with torch.device("cpu"):
+        x = torch.linspace(-30, 30, 64)
+        gate, up = x.chunk(2)
+        try:
+            if hasattr(experts, "_apply_gate"):
+                return torch.allclose(experts._apply_gate(x[None])[0], F.silu(gate) * up)
+            return not hasattr(experts, "act_fn") or torch.allclose(experts.act_fn(x), F.silu(x))
+        except Exception:  # code of any class
+            return True
 
 
 class _StandIn(nn.Module):

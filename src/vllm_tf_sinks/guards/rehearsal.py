@@ -208,8 +208,14 @@ def _shapes(value: Any, tensors: list[Tensor]) -> Any:
 def _on_cpu(model: nn.Module, layers: int, kept: int) -> Iterator[None]:
     """Have zeros for the parameters of `model`, which take no memory, and `kept` of its `layers`."""
 
-    def zeros(parameter: Tensor) -> Tensor:
-        return nn.Parameter(torch.zeros(1, dtype=parameter.dtype).expand(parameter.shape), requires_grad=False)
+    def zeros(tensor: Tensor) -> Tensor:
+        return torch.zeros(1, dtype=tensor.dtype).expand(tensor.shape)
+
+    def parameter(original: Tensor) -> Tensor:
+        return nn.Parameter(zeros(original), requires_grad=False)
+
+    def buffer(original: Tensor) -> Tensor:
+        return zeros(original) if original.is_meta else original.to("cpu")
 
     stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == layers]
     whole = [dict(stack._modules) for stack in stacks]
@@ -217,8 +223,14 @@ def _on_cpu(model: nn.Module, layers: int, kept: int) -> Iterator[None]:
         stack._modules = dict(list(stack._modules.items())[:kept])
     modules = list(model.modules())
     try:
-        parameters = [module._parameters for module in modules]
-        with _as_written(modules), _exchanged(parameters, zeros), torch.device("cpu"), torch.no_grad(), _NoProducts():
+        with (
+            _as_written(modules),
+            torch.device("cpu"),
+            _exchanged([module._parameters for module in modules], parameter),
+            _exchanged([module._buffers for module in modules], buffer),
+            torch.no_grad(),
+            _NoProducts(),
+        ):
             yield
     finally:
         for stack, own in zip(stacks, whole, strict=True):

@@ -218,7 +218,7 @@ def in_float64(head: Head, hidden_size: int) -> Iterator[None]:
     The vocabulary's columns repeat those of 61 random ones, so that a large vocabulary costs nothing.
     """
     projection = head.projection
-    columns = torch.arange(projection.out_features) % 61
+    columns = torch.arange(projection.out_features, device="cpu") % 61
     weight = random_numbers(projection.in_features, 61)[0]
     bias = random_numbers(projection.out_features)[0, 0] if projection.has_bias else None
 

@@ -194,7 +194,7 @@ class _Passed:
         if (owner := owners.get(id(_leaf(value)))) is None:
             raise ValueError("its tensor is no parameter of the model")
         numbers = _numbers(owner.parameter)
-        with owner.holding(numbers):
+        with owner.holding(numbers), torch.device("cpu"):
             passed = self.evaluate(module).detach().flatten().float()
         if not torch.equal(passed, numbers.flatten()):
             raise ValueError("the expression changes the parameter's values")

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM as a whole: its version, platform, configuration and start."""
 
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 BACKEND = "vllm.model_executor.models.transformers"
@@ -60,8 +62,10 @@ def declare_variable(name: str, value: Callable[[], str]) -> None:
     envs.environment_variables[name] = value
 
 
-def configuration(model: str, revision: str | None, trust_remote_code: bool) -> Any:
-    """The ModelConfig with which this vLLM would serve `model` through the Transformers backend.
+def configuration(
+    model: str, revision: str | None = None, trust_remote_code: bool = False, max_model_len: int | None = None
+) -> Any:
+    """The VllmConfig with which this vLLM would serve `model` through the Transformers backend, on one rank.
 
     Raises:
         ValueError: if it would refuse to; pydantic's errors are among these.
@@ -73,10 +77,37 @@ def configuration(model: str, revision: str | None, trust_remote_code: bool) -> 
         revision=revision,
         code_revision=revision,
         trust_remote_code=trust_remote_code,
+        max_model_len=max_model_len,
         model_impl="transformers",
         skip_tokenizer_init=True,
     )
-    return arguments.create_model_config()
+    return arguments.create_engine_config()
+
+
+@contextmanager
+def built_on_meta(config: Any) -> Iterator[Any]:
+    """The model as this vLLM builds it by its VllmConfig, but on the meta device: without weights or memory.
+
+    Raises:
+        Exception: whatever vLLM, or a patch of it, refuses the model with.
+    """
+    import torch
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import parallel_state
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    config.device_config.device = torch.device("meta")
+    with set_current_vllm_config(config), tempfile.TemporaryDirectory() as folder:
+        try:
+            parallel_state.init_distributed_environment(1, 0, f"file://{folder}/store", 0, "gloo")
+            parallel_state.initialize_model_parallel(1, 1)
+            with set_default_torch_dtype(config.model_config.dtype), torch.device("meta"):
+                built = initialize_model(vllm_config=config)
+            yield built
+        finally:
+            parallel_state.destroy_model_parallel()
+            parallel_state.destroy_distributed_environment()
 
 
 def use_config_of_transformers(model_config: Any) -> None:
