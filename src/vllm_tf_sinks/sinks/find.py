@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -230,11 +230,13 @@ def _passed(cls: type[nn.Module]) -> tuple[_Passed, ...]:
     """What the methods of `cls` pass as `s_aux`, but for a method that passes its own argument on."""
     passed = []
     for function in _methods(cls):
+        if not _names_argument(function.__code__):
+            continue
         try:
             source = textwrap.dedent(inspect.getsource(function))
         except (OSError, TypeError):  # no source: the guard of the attention function catches its sinks
             continue
-        if ARGUMENT not in source or not isinstance(tree := ast.parse(source).body[0], ast.FunctionDef):
+        if not isinstance(tree := ast.parse(source).body[0], ast.FunctionDef):
             continue
         for expression in _bindings(tree):
             each = _Passed(function, tree, expression)
@@ -243,14 +245,23 @@ def _passed(cls: type[nn.Module]) -> tuple[_Passed, ...]:
     return tuple(passed)
 
 
-def _methods(cls: type[nn.Module]) -> Iterator[Callable[..., Any]]:
+def _names_argument(code: CodeType) -> bool:
+    """Whether `s_aux` is a keyword or a key in a function, as far as its constants tell: sources are slow to get."""
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType) and _names_argument(constant):
+            return True
+        if constant == ARGUMENT or (isinstance(constant, tuple) and ARGUMENT in constant):
+            return True
+    return False
+
+
+def _methods(cls: type[nn.Module]) -> Iterator[FunctionType]:
     """The functions that `cls` defines or inherits, short of those of torch."""
     for name in dir(cls):
         function = inspect.getattr_static(cls, name)
-        if inspect.isfunction(function):
-            unwrapped = inspect.unwrap(function)
-            if not unwrapped.__module__.startswith("torch."):
-                yield unwrapped
+        unwrapped = inspect.unwrap(function) if inspect.isfunction(function) else None
+        if inspect.isfunction(unwrapped) and not unwrapped.__module__.startswith("torch."):
+            yield unwrapped
 
 
 def _bindings(tree: ast.AST) -> Iterator[ast.expr]:
