@@ -95,7 +95,9 @@ FP8 = {"fp8": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 
 
 def fp8_reference_rows(checkpoint: str, sequences: list[list[int]], kv_cache_dtype: str, module: str) -> list:
-    """Hugging Face eager's log-softmax rows, its keys and values rounded as a cache of `kv_cache_dtype` rounds them.
+    """Hugging Face eager's log-softmax rows, its keys and values cut as vLLM's CPU cache of `kv_cache_dtype` cuts them.
+
+    vLLM's CPU kernels drop the bits that FP8 has no room for, where torch rounds to nearest.
 
     Args:
         checkpoint: folder of the model.
@@ -113,9 +115,13 @@ def fp8_reference_rows(checkpoint: str, sequences: list[list[int]], kv_cache_dty
     modeling = importlib.import_module(module)
     attention = modeling.eager_attention_forward
 
-    def rounded(layer, query, key, value, *args, **kwargs):
-        key, value = (states.to(dtype).to(states.dtype) for states in (key, value))
-        return attention(layer, query, key, value, *args, **kwargs)
+    def cut(states):
+        nearest = states.to(dtype)
+        away_from_zero = nearest.to(states.dtype).abs() > states.abs()
+        return (nearest.view(torch.uint8) - away_from_zero.byte()).view(dtype).to(states.dtype)
 
-    modeling.eager_attention_forward = rounded
+    def with_cut_cache(layer, query, key, value, *args, **kwargs):
+        return attention(layer, query, cut(key), cut(value), *args, **kwargs)
+
+    modeling.eager_attention_forward = with_cut_cache
     return reference_rows(checkpoint, sequences)
