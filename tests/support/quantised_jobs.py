@@ -14,7 +14,8 @@ SCALE = "_scale"
 LARGEST = 63
 
 CHANNELS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
-TOKENS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+# vLLM's kernel for symmetric inputs on a CPU with AMX takes no batch axis, which this backend's models always have
+TOKENS = {"num_bits": 8, "type": "int", "symmetric": False, "strategy": "token", "dynamic": True}
 
 
 def quantise(name: str, folder: str, source: str, layers: str, targets: list[str], ignore: list[str]) -> str:
@@ -57,7 +58,7 @@ def with_embeddings_in_four_bits(name: str, folder: str, source: str) -> str:
 def reference_rows(checkpoint: str, sequences: list[list[int]]) -> list[np.ndarray]:
     """Hugging Face eager's log-softmax rows [T, V] of each sequence, in the arithmetic of 8-bit layers.
 
-    Their weights are the stored integers times scales, their inputs are rounded to 255 levels a token.
+    Their weights are the stored integers times scales, their inputs are rounded to 256 levels a token.
     """
     import torch
     from safetensors.torch import load_file, save_file
@@ -84,5 +85,7 @@ def reference_rows(checkpoint: str, sequences: list[list[int]]) -> list[np.ndarr
 
 def _round_input(_, inputs):
     (x,) = inputs
-    step = x.abs().amax(-1, keepdim=True) / 127
-    return ((x / step).round() * step,)
+    lowest, highest = x.aminmax(dim=-1, keepdim=True)
+    step = (highest - lowest) / 255
+    zero = (-128 - lowest / step).round()
+    return (((x / step + zero).round().clamp(-128, 127) - zero) * step,)
