@@ -1,73 +1,76 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the guard against dropped sinks costs each call of attention, on a vLLM that has no such check."""
+"""What the guard against dropped sinks costs, on a vLLM that has no such check."""
 
+import inspect
 from typing import Any
 
 from benchmarks.lab import ENGINE, Lab
-from benchmarks.measure import Sample, in_turn, seconds_a_call
+from benchmarks.measure import MET, MISSED, Sample, in_turn, seconds_a_call
 from benchmarks.report import Line, Section
 
-LIMIT = 1e-6  # a thousandth of a decode step, at 30 layers
 HERE, PEER = "guarded", "bare"
 
 
 def measure(lab: Lab) -> Section:
-    section = Section()
-    folder = lab.empty("GraniteSWA")
-    for what, through in (("one decode token", True), ("the kernel stubbed out", False)):
-        here, peer = _samples(lab, folder, through)
-        more = here - peer
-        section.lines.append(
-            Line(
-                f"attention of a sink model on vLLM {lab.older}, a call, {what}",
-                "the same without guard",
-                "nothing measurable" if through else "",
-                f"{here.text('.2f', 1e6)} us",
-                f"{peer.text('.2f', 1e6)} us",
-                f"{more.text('+.2f', 1e6)} us",
-                more.verdict(LIMIT) if through else "",
-            )
-        )
-    return section
+    return Section([_after_start(lab), _guard(lab)])
 
 
-def _samples(lab: Lab, folder: str, through: bool) -> tuple[Sample, Sample]:
+def _after_start(lab: Lab) -> Line:
+    same = lab.vllm(lab.older).run("benchmarks.attention:is_stock", checkpoint=lab.empty("GraniteSWA"))
+    return Line(
+        f"attention of a sink model on vLLM {lab.older}, after start-up",
+        "stock",
+        "nothing measurable",
+        "the same function" if same else "another function",
+        "",
+        "",
+        MET if same else MISSED,
+    )
+
+
+def _guard(lab: Lab) -> Line:
     sizes = {"blocks": lab.sizes.blocks, "calls": 10 * lab.sizes.calls}
-    found = lab.vllm(lab.older).run("benchmarks.attention:samples", checkpoint=folder, through=through, **sizes)
-    return found[HERE], found[PEER]
+    found = lab.vllm(lab.older).run("benchmarks.attention:samples", **sizes)
+    here, peer = found[HERE], found[PEER]
+    return Line(
+        "a call of attention that stays guarded, as a rehearsal did not show it; the kernel stubbed out",
+        "the same without guard",
+        "",
+        f"{here.text('.2f', 1e6)} us",
+        f"{peer.text('.2f', 1e6)} us",
+        f"{(here - peer).text('+.2f', 1e6)} us",
+        "",
+    )
 
 
-def samples(checkpoint: str, through: bool, blocks: int, calls: int) -> dict[str, Sample]:
-    """A job: seconds a call of vLLM's attention function, guarded and not, within a decode step.
-
-    Args:
-        through: to the kernel; else what the guard calls does nothing.
-    """
+def is_stock(checkpoint: str) -> bool:
+    """A job: whether the attention function that a model calls is vLLM's own."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
+
+    llm = LLM(checkpoint, **{**ENGINE, "load_format": "dummy"})
+    (name,) = llm.apply_model(lambda model: model.text_config._attn_implementation)
+    return ALL_ATTENTION_FUNCTIONS[name] is inspect.unwrap(ALL_ATTENTION_FUNCTIONS["vllm"])
+
+
+def samples(blocks: int, calls: int) -> dict[str, Sample]:
+    """A job: seconds a call of a function that does nothing, guarded and not, as a sink model calls it."""
+    from types import SimpleNamespace
+
+    from torch import nn
 
     from vllm_tf_sinks.sinks.guards import guard_attention
 
-    llm = LLM(checkpoint, **{**ENGINE, "load_format": "dummy"})
-    guarded = ALL_ATTENTION_FUNCTIONS["vllm"]
-    found: dict[str, Sample] = {}
-
-    def probe(*args: Any, **kwargs: Any) -> Any:
-        functions = {HERE: guarded, PEER: guarded.__wrapped__}
-        if not through:
-            functions = {HERE: guard_attention(_nothing), PEER: _nothing}
-
-        if args[1].shape[-2] == 1 and not found:  # a decode step
-            calling = {
-                name: lambda f=f: seconds_a_call(f, *args, calls=calls, **kwargs) for name, f in functions.items()
-            }
-            found.update(in_turn(calling, blocks))
-        return guarded(*args, **kwargs)
-
-    ALL_ATTENTION_FUNCTIONS["vllm"] = probe
-    sampling = SamplingParams(max_tokens=3, ignore_eos=True, detokenize=False)
-    llm.generate([{"prompt_token_ids": [5, 6, 7]}], sampling, use_tqdm=False)
-    return found
+    module = nn.Module()
+    module.layer_idx = 0
+    layers = {0: SimpleNamespace(has_sink=True)}
+    names = {"scaling": 1.0, "sliding_window": None, "s_aux": module, "attention_instances": layers}
+    functions = {HERE: guard_attention(_nothing), PEER: _nothing}
+    calling = {
+        name: lambda f=f: seconds_a_call(f, module, None, None, None, None, calls=calls, **names)
+        for name, f in functions.items()
+    }
+    return in_turn(calling, blocks)
 
 
 def _nothing(*_: Any, **__: Any) -> None:

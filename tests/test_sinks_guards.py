@@ -159,6 +159,12 @@ def test_pipeline_rank_has_the_sinks_of_its_layers(vllm):
     assert vllm.run("support.sink_jobs:finds", case="pipeline") == [(module, 1, f"{module}.sinks")]
 
 
+@pytest.mark.parametrize("tamper", ["", "support.tampers:rehearse_nothing"])
+def test_attention_is_guarded_only_where_rehearsal_did_not_show_its_calls(vllm, checkpoint, tamper):
+    called = vllm.run("support.sink_jobs:attention_function", checkpoint=checkpoint(vllm, "gpt_oss"), tamper=tamper)
+    assert called == ("guarded" if tamper and number(vllm) < (0, 30) else "stock")
+
+
 # Refused
 
 

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Jobs that build a sink model and look at what became of its sinks."""
 
+import inspect
 import json
 import logging
 from collections import Counter
 from pathlib import Path
 
-from support.jobs import ENGINE, served_rows
+from support.jobs import ENGINE, call, served_rows
 from support.patching import import_backend, logged, messages
 
 
@@ -110,6 +111,19 @@ def _sinks(model, fragment: str) -> list[dict]:
         }
         for (name, parameter), (layer_name, layer) in zip(parameters, layers, strict=True)
     ]
+
+
+def attention_function(checkpoint: str, tamper: str = "") -> str:
+    """Whether the attention function that a model calls is guarded."""
+    import_backend()
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    from vllm import LLM
+
+    if tamper:
+        call(tamper)
+    (name,) = LLM(checkpoint, **ENGINE).apply_model(lambda model: model.text_config._attn_implementation)
+    stock = inspect.unwrap(ALL_ATTENTION_FUNCTIONS["vllm"])
+    return "stock" if ALL_ATTENTION_FUNCTIONS[name] is stock else "guarded"
 
 
 def mla_function_refuses() -> str:

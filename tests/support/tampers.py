@@ -68,6 +68,14 @@ def decode_context_parallel() -> None:
     Base._patch_config = with_decode_context_parallel
 
 
+def rehearse_nothing() -> None:
+    """Let no model be rehearsed to its end, as one that looks at values."""
+    from vllm_tf_sinks.guards import checks
+    from vllm_tf_sinks.guards.rehearsal import Rehearsal
+
+    checks.rehearse = lambda model, text_config: Rehearsal(error=RuntimeError("no values"))
+
+
 def take_every_head_for_a_projection() -> None:
     """Let the plugin find no head to be more than a projection."""
     from vllm_tf_sinks.head import install

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_tf_sinks import vllm_api
+from vllm_tf_sinks import hooks, vllm_api
 from vllm_tf_sinks.guards.attention import BY_HEAD
 from vllm_tf_sinks.guards.errors import GuardError
 from vllm_tf_sinks.guards.rehearsal import GENUINE, Call, Mask, Rehearsal, rehearse
+from vllm_tf_sinks.sinks.guards import leave_guard
 
 # Tensors that modules pass to every attention function, and no softmax depends on
 HARMLESS = {
@@ -67,6 +68,7 @@ def check_attention_layers(original: Callable[..., Any]) -> Callable[..., Any]:
 
     Raises:
         GuardError: naming the layer, if one computes something else than its module asks for.
+        SinkError: naming the module, if its sink does not reach its layer.
     """
 
     @wraps(original)
@@ -75,6 +77,9 @@ def check_attention_layers(original: Callable[..., Any]) -> Callable[..., Any]:
             _check_layers(self, rehearsal)
             if rehearsal.by_head:
                 self.text_config._attn_implementation = BY_HEAD
+            elif rehearsal.error is None and rehearsal.layers == self.text_config.num_hidden_layers:
+                with hooks.telling_refusal(self, "sinks"):
+                    leave_guard(self, rehearsal.calls)
         original(self, module, *args, **kwargs)
 
     return init_parameters

@@ -8,8 +8,10 @@ from functools import wraps
 from typing import Any
 
 from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from vllm_tf_sinks import vllm_api
+from vllm_tf_sinks.guards.rehearsal import Call
 from vllm_tf_sinks.sinks.find import ARGUMENT, Sink, SinkError
 from vllm_tf_sinks.sinks.shard import check_divisible
 
@@ -104,13 +106,39 @@ def guard_attention(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def attention(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get(ARGUMENT) is not None:
-            layer = kwargs["attention_instances"][module.layer_idx]
-            if not getattr(layer, "has_sink", False):
-                raise SinkError(
-                    f"{type(module).__name__} passes a sink (s_aux) to {type(layer).__name__}, which was "
-                    "built without, so the output would be wrong: its source does not "
-                    "show which parameter that is."
-                )
+            _check_layer(type(module).__name__, kwargs["attention_instances"][module.layer_idx])
         return original(module, *args, **kwargs)
 
+    _guarded[attention] = original
     return attention
+
+
+_guarded: dict[Callable[..., Any], Callable[..., Any]] = {}  # a guard -> the attention function within
+
+
+def leave_guard(model: Any, calls: list[Call]) -> None:
+    """Check that each sink in `calls`, all the calls of attention that `model` makes, reaches its kernel.
+
+    From then on the model calls attention without the guard, which would cost a microsecond a call and
+    find nothing. Does nothing where attention is not guarded, or another plugin stands before the guard.
+
+    Raises:
+        SinkError: naming the module, if one passes a sink to a layer that was built without.
+    """
+    guarded = model.text_config._attn_implementation
+    if (original := _guarded.get(ALL_ATTENTION_FUNCTIONS.get(guarded))) is None:
+        return
+    layers = vllm_api.attention.attention_layers(model)
+    for call in calls:
+        if call.arguments.get(ARGUMENT) is not None and call.layer in layers:
+            _check_layer(call.module, layers[call.layer])
+    ALL_ATTENTION_FUNCTIONS.register(f"{guarded}_unguarded", original)
+    model.text_config._attn_implementation = f"{guarded}_unguarded"
+
+
+def _check_layer(module: str, layer: Any) -> None:
+    if not getattr(layer, "has_sink", False):
+        raise SinkError(
+            f"{module} passes a sink (s_aux) to {type(layer).__name__}, which was built without, so the output would "
+            "be wrong: its source does not show which parameter that is."
+        )
