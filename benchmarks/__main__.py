@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure everything, print one table, and write docs/performance.md.
 
-python -m benchmarks                     # about 12 minutes on 2 quiet cores
+python -m benchmarks                     # about half an hour on 2 quiet cores
 python -m benchmarks startup logits      # these anew; the page keeps the rest
 python -m benchmarks --small             # every code path on tiny models; writes nothing
 """
@@ -17,7 +17,7 @@ from tqdm import tqdm
 from benchmarks import report
 from benchmarks.lab import FULL, NEWER, OLDER, SMALL, Lab, Sizes, machine
 
-SUBJECTS = ["startup", "logits", "memory", "attention", "throughput", "sharded"]
+SUBJECTS = ["startup", "logits", "memory", "attention", "throughput", "compiled", "sharded"]
 
 
 def measure(subjects: list[str], sizes: Sizes, newer: str, older: str) -> dict[str, report.Section]:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokens a second, prefill and decode, against native models, stock sinks and models without either."""
 
+import statistics
 import time
 from typing import Any
 
@@ -18,7 +19,7 @@ def measure(lab: Lab) -> Section:
     granite, sinks, llama = (lab.model(name) for name in ("granite", "granite_swa", "llama"))
     native = {"model_impl": "vllm"}
     here = f"vLLM {newer} with plugin"
-    scaled = _samples(
+    scaled = samples(
         lab,
         {
             here: (newer, granite, ON, {}),
@@ -30,7 +31,7 @@ def measure(lab: Lab) -> Section:
     )
     noise = {phase: {"plugin off": each["plugin off"], AGAIN: each.pop(AGAIN)} for phase, each in scaled.items()}
     older_here = f"vLLM {older} with plugin"
-    sunk = _samples(
+    sunk = samples(
         lab,
         {
             older_here: (older, sinks, ON, {}),
@@ -42,15 +43,15 @@ def measure(lab: Lab) -> Section:
     )
     return Section(
         [
-            *_lines("SmolLM2 as Granite", noise, has_target=False),
-            *_lines("SmolLM2 as Granite", scaled),
-            *_lines("SmolLM2 as GraniteSWA", sunk),
+            *lines("SmolLM2 as Granite", noise, has_target=False),
+            *lines("SmolLM2 as Granite", scaled),
+            *lines("SmolLM2 as GraniteSWA", sunk),
         ]
     )
 
 
-def _samples(
-    lab: Lab, configurations: dict[str, tuple[str, str, dict[str, str], dict[str, Any]]], title: str
+def samples(
+    lab: Lab, configurations: dict[str, tuple[str, str, dict[str, str], dict[str, Any]]], title: str, rounds: int = 0
 ) -> dict[str, dict[str, Sample]]:
     """Tokens a second of each phase and configuration: version, folder, variables and arguments of the engine."""
     sizes = {"requests": lab.sizes.requests, "prompt": lab.sizes.prompt, "new_tokens": lab.sizes.new_tokens}
@@ -64,21 +65,21 @@ def _samples(
         decoded[name].append(decode)
         return prefill
 
-    prefill = in_turn({name: lambda name=name: run(name) for name in configurations}, lab.sizes.rounds, title)
+    prefill = in_turn({name: lambda name=name: run(name) for name in configurations}, rounds or lab.sizes.rounds, title)
     decode = {name: Sample(tuple(values)) for name, values in decoded.items()}
     return dict(zip(PHASES, (prefill, decode), strict=True))
 
 
-def _lines(model: str, samples: dict[str, dict[str, Sample]], has_target: bool = True) -> list[Line]:
+def lines(model: str, samples: dict[str, dict[str, Sample]], how: str = "eager", has_target: bool = True) -> list[Line]:
     """The first configuration against each other one; a target is set against the first of these."""
-    lines = []
+    found = []
     for phase, each in samples.items():
         (here, ours), *peers = each.items()
         for number, (peer, theirs) in enumerate(peers):
             share, is_target = ours / theirs, has_target and not number
-            lines.append(
+            found.append(
                 Line(
-                    f"{model}, {phase}, float32, eager: {here}",
+                    f"{model}, {phase}, float32, {how}: {here}",
                     peer,
                     "at least 0.98" if is_target else "",
                     f"{ours.text('.0f')} tokens/s",
@@ -87,11 +88,13 @@ def _lines(model: str, samples: dict[str, dict[str, Sample]], has_target: bool =
                     (theirs / ours).verdict(1 / SHARE) if is_target else "",
                 )
             )
-    return lines
+    return found
 
 
-def serve(checkpoint: str, requests: int, prompt: int, new_tokens: int, **engine: Any) -> tuple[float, float]:
-    """A job: tokens a second of prefill, and of decode."""
+def serve(
+    checkpoint: str, requests: int, prompt: int, new_tokens: int, repeats: int = 1, **engine: Any
+) -> tuple[float, float]:
+    """A job: tokens a second of prefill, and of decode; medians."""
     from vllm import LLM, SamplingParams
 
     options = {**ENGINE, "enable_prefix_caching": False, "max_num_batched_tokens": max(64, requests * prompt), **engine}
@@ -105,4 +108,8 @@ def serve(checkpoint: str, requests: int, prompt: int, new_tokens: int, **engine
         return time.perf_counter() - begin
 
     seconds(8, 2, 3)  # what is set up by the first request
-    return requests * prompt / seconds(prompt, 1, 5), requests * new_tokens / seconds(8, new_tokens, 9)
+    prefill, decode = (
+        statistics.median(requests * counted / seconds(*tokens, 5 + number) for number in range(repeats))
+        for counted, tokens in ((prompt, (prompt, 1)), (new_tokens, (8, new_tokens)))
+    )
+    return prefill, decode

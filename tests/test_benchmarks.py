@@ -8,8 +8,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import attention, gpu, logits, measure, memory, report, sharded, startup, throughput
-from benchmarks.lab import OLDER, SMALL, Lab
+from benchmarks import attention, compiled, gpu, logits, measure, memory, report, sharded, startup, throughput
+from benchmarks.lab import NEWER, OLDER, SMALL, Lab
 
 
 @pytest.fixture(scope="module")
@@ -47,10 +47,12 @@ def test_the_page_keeps_what_is_around_the_figures(tmp_path):
     assert "### Growth" in text
 
 
-@pytest.mark.parametrize("subject", [startup, logits, memory, attention, throughput, sharded])
+@pytest.mark.parametrize("subject", [startup, logits, memory, attention, throughput, compiled, sharded])
 def test_subject(lab, subject):
     if subject is attention and lab.older != OLDER:
         pytest.skip(f"vLLM {lab.older} checks sinks itself, and is not guarded")
+    if subject is compiled and lab.newer != NEWER:
+        pytest.skip("takes minutes: on one version")
     section = subject.measure(lab)
     assert section.lines
     for line in section.lines:
