@@ -234,7 +234,7 @@ def _passed(cls: type[nn.Module]) -> tuple[_Passed, ...]:
             continue
         try:
             source = textwrap.dedent(inspect.getsource(function))
-        except (OSError, TypeError):  # no source: the guard of the attention function catches its sinks
+        except (OSError, TypeError):  # no source: its sinks show in the rehearsal, or are caught by the guard
             continue
         if not isinstance(tree := ast.parse(source).body[0], ast.FunctionDef):
             continue
