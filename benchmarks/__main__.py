@@ -29,7 +29,7 @@ def measure(subjects: list[str], sizes: Sizes, newer: str, older: str) -> dict[s
             sections[subject] = section = importlib.import_module(f"benchmarks.{subject}").measure(lab)
             section.machine = machine(lab)
             if sizes is not SMALL:
-                section.save(subject, report.RESULTS)
+                report.keep(subject, section)
     return sections
 
 
@@ -44,8 +44,7 @@ def main() -> None:
     sizes = SMALL if options.small else replace(FULL, rounds=options.rounds)
     sections = measure(options.subjects or SUBJECTS, sizes, options.newer, options.older)
     if not options.small:
-        kept = {subject: report.RESULTS / f"{subject}.json" for subject in SUBJECTS}
-        sections = {subject: report.Section.load(path) for subject, path in kept.items() if path.exists()}
+        sections = report.load()
         report.write_page(sections)
     print(report.figures(sections))
 

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / ".cache" / "benchmarks"
 PAGE = ROOT / "docs" / "performance.md"
+KEPT = PAGE.with_suffix(".json")
 START, END = "<!-- figures: written by make bench -->", "<!-- end of figures -->"
 
 
@@ -60,18 +60,24 @@ class Section:
     tables: list[Table] = field(default_factory=list)
     machine: str = ""
 
-    def save(self, subject: str, folder: Path) -> None:
-        """Keep it for the page."""
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{subject}.json").write_text(json.dumps(asdict(self), indent=1))
 
-    @classmethod
-    def load(cls, path: Path) -> "Section":
-        """What `save` kept."""
-        kept = json.loads(path.read_text())
-        return cls(
-            [Line(**each) for each in kept["lines"]], [Table(**each) for each in kept["tables"]], kept["machine"]
+def keep(subject: str, section: Section, path: Path = KEPT) -> None:
+    """Keep a section for the page, in place of what came of its subject before."""
+    sections = {**load(path), subject: section}
+    path.write_text(json.dumps({name: asdict(each) for name, each in sections.items()}, indent=1) + "\n")
+
+
+def load(path: Path = KEPT) -> dict[str, Section]:
+    """What `keep` kept, by subject."""
+    kept = json.loads(path.read_text()) if path.exists() else {}
+    return {
+        subject: Section(
+            [Line(**line) for line in section["lines"]],
+            [Table(**table) for table in section["tables"]],
+            section["machine"],
         )
+        for subject, section in kept.items()
+    }
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.lab import ENGINE, OFF, ON, Lab
 from benchmarks.measure import MISSED, Sample, in_turn
-from benchmarks.report import RESULTS, Line, Section, Table
+from benchmarks.report import ROOT, Line, Section, Table
 
 REGISTER_LIMIT = 0.010
 START_LIMIT, START_SHARE = 0.3, 0.01
@@ -48,7 +48,7 @@ def measure(lab: Lab) -> Section:
 
 def _register(lab: Lab) -> Line:
     # With bytecode, as an installed package has it
-    environment = lab.environment(lab.newer) | {"PYTHONPYCACHEPREFIX": str(RESULTS / "pycache")}
+    environment = lab.environment(lab.newer) | {"PYTHONPYCACHEPREFIX": str(ROOT / ".cache" / "benchmarks" / "pycache")}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     imported: set[str] = set(_fresh(IMPORTS, environment))
     _fresh(REGISTER, environment)
@@ -90,7 +90,7 @@ def _engine(lab: Lab) -> Line:
     )
 
 
-def _starts(lab: Lab, folder: str, title: str, engine: dict[str, Any], rounds: int | None = None) -> list[Sample]:
+def _starts(lab: Lab, folder: str, title: str, engine: dict[str, Any]) -> list[Sample]:
     """Seconds with the plugin on and off."""
     zygote = lab.vllm(lab.newer)
 
@@ -98,7 +98,7 @@ def _starts(lab: Lab, folder: str, title: str, engine: dict[str, Any], rounds: i
         return zygote.run("benchmarks.startup:start", env, checkpoint=folder, **engine)
 
     runs = {"on": lambda: run(ON), "off": lambda: run(OFF)}
-    return list(in_turn(runs, rounds or lab.sizes.rounds, title).values())
+    return list(in_turn(runs, lab.sizes.rounds, title).values())
 
 
 def start(checkpoint: str, **engine: Any) -> float:
@@ -161,5 +161,5 @@ def _columns(what: str) -> list[str]:
 def _row(lab: Lab, kind: str, number: int, **config: Any) -> list[str]:
     folder = lab.empty(kind, **config)
     options = {"load_format": "dummy", "kv_cache_memory_bytes": 2**26, "max_model_len": 64}
-    on, off = _starts(lab, folder, f"start, {number}", options, max(1, lab.sizes.rounds // 2))
+    on, off = _starts(lab, folder, f"start, {number}", options)
     return [str(number), on.text(".2f"), off.text(".2f"), (on - off).text("+.2f")]

@@ -36,8 +36,6 @@ def test_the_page_keeps_what_is_around_the_figures(tmp_path):
     page.write_text(f"before\n{report.START}\nold\n{report.END}\nafter\n")
     line = report.Line("this", "that", "none", "1", "2", "-1", measure.MISSED)
     section = report.Section([line], [report.Table("Growth", ["n"], [["1"]])], "a machine")
-    section.save("subject", tmp_path)
-    assert report.Section.load(tmp_path / "subject.json") == section
     report.write_page({"subject": section}, page)
     text = page.read_text()
     assert text.startswith("before\n")
@@ -45,6 +43,18 @@ def test_the_page_keeps_what_is_around_the_figures(tmp_path):
     assert "old" not in text
     assert "| this | that | 1 | 2 | -1 | none | **missed** |" in text
     assert "### Growth" in text
+
+
+def test_what_is_measured_anew_replaces_its_own_section_only(tmp_path):
+    path = tmp_path / "kept.json"
+    first, second, third = (report.Section([report.Line(name, *"abcd", "")], machine=name) for name in "123")
+    for subject, section in [("startup", first), ("logits", second), ("startup", third)]:
+        report.keep(subject, section, path)
+    assert report.load(path) == {"startup": third, "logits": second}
+
+
+def test_the_page_shows_what_was_kept():
+    assert f"{report.START}\n\n{report.figures(report.load())}\n\n{report.END}" in report.PAGE.read_text()
 
 
 @pytest.mark.parametrize("subject", [startup, logits, memory, attention, throughput, compiled, sharded])
