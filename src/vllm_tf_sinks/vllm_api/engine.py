@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 BACKEND = "vllm.model_executor.models.transformers"
-SUPPORTED = ">=0.27.1,<0.34"
+OLDEST = "0.27.1"
+TESTED = (OLDEST, "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0", "0.34.0")
 
 
 def version() -> str:
@@ -17,14 +18,20 @@ def version() -> str:
     return str(__version__)
 
 
-def unsupported_version() -> str:
-    """Why this vLLM is outside the supported range, or ""."""
-    from packaging.specifiers import SpecifierSet  # slow to import, and not needed by register()
-    from packaging.version import Version
+def too_old() -> str:
+    """Why this vLLM is older than the package supports, or ""."""
+    from packaging.version import InvalidVersion, Version  # slow to import, and not needed by register()
 
-    if version() == "dev" or Version(version()).base_version in SpecifierSet(SUPPORTED, prereleases=True):
+    try:
+        is_older = Version(version()) < Version(OLDEST)
+    except InvalidVersion:  # a build without a version: its names and signatures decide
         return ""
-    return f"vLLM {version()} is outside the supported range {SUPPORTED}"
+    return f"vLLM {version()} is older than {OLDEST}" if is_older else ""
+
+
+def is_tested() -> bool:
+    """Whether this package was tested on this version of vLLM; each build of a release counts as that release."""
+    return version().partition("+")[0] in TESTED
 
 
 def device() -> str:
