@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Each target sets up all that it needs; nothing but make and Python 3.11 or newer has to be there.
 
-VLLM ?= 0.29.0 0.32.0
+VLLM ?= 0.29.0 0.34.0
 PYTHON := .venv/bin/python
 CODE := $(wildcard src tests tools examples benchmarks)
 

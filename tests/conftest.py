@@ -15,11 +15,11 @@ from overlay import overlay
 from support.jobs import PROMPTS
 from support.zygote import Zygote
 
-DEFAULT_VERSIONS = ["0.29.0", "0.32.0"]
+DEFAULT_VERSIONS = ["0.29.0", "0.34.0"]
 
 
 def pytest_addoption(parser):
-    parser.addoption("--vllm", action="append", help="a vLLM version to test on; may be repeated")
+    parser.addoption("--vllm", action="append", help="a vLLM version, or VLLM/TRANSFORMERS; may be repeated")
 
 
 def pytest_generate_tests(metafunc):
@@ -31,7 +31,7 @@ def pytest_generate_tests(metafunc):
 @pytest.fixture(scope="session")
 def vllm(request):
     """A zygote of one vLLM version."""
-    zygote = Zygote(request.param, overlay(request.param))
+    zygote = Zygote(request.param.partition("/")[0], overlay(request.param))
     yield zygote
     zygote.close()
 
