@@ -71,6 +71,16 @@ def test_patch_that_does_not_fit(vllm, value):
     assert "sinks.find does not fit this vLLM" in problem["what"]
 
 
+def test_untested_version_is_marked(vllm):
+    renumber = "support.meanings:renumber"
+    status, report = doctor(vllm, tamper=renumber)
+    assert (status, report["tested"]) == (0, False)
+    applied = {row["reason"] for row in report["patches"] if row["state"] == "applied"}
+    assert applied == {"untested version"}
+    _, printed = vllm.run("support.cli_jobs:command", arguments=["doctor"], tamper=renumber)
+    assert "untested version of vLLM: each model is checked once it is loaded" in " ".join(printed.split())
+
+
 def test_plugin_that_is_off_is_no_problem(vllm):
     status, report = doctor(vllm, {"VLLM_TF_SINKS": "0", "VLLM_PLUGINS": "tf_sinks"})
     assert status == 0

@@ -6,7 +6,8 @@ from support.zygote import JobError
 
 from vllm_tf_sinks.settings import VALUES, VARIABLE, read_settings
 
-BOTH = {"sinks", "head", "guard"}
+ALWAYS = {"guard", "check"}
+BOTH = {"sinks", "head", *ALWAYS}
 FIVE = ["1", "0", "sinks", "head", "strict"]
 
 
@@ -17,8 +18,8 @@ FIVE = ["1", "0", "sinks", "head", "strict"]
         ("", BOTH, False),
         ("1", BOTH, False),
         ("0", set(), False),
-        ("sinks", {"sinks", "guard"}, False),
-        ("head", {"head", "guard"}, False),
+        ("sinks", {"sinks", *ALWAYS}, False),
+        ("head", {"head", *ALWAYS}, False),
         ("strict", BOTH, True),
         (" Strict ", BOTH, True),
     ],

@@ -29,10 +29,10 @@ class Settings(NamedTuple):
 
     @property
     def groups(self) -> frozenset[str]:
-        """The groups of patches to apply: of `sinks` and `head`, and with any of them `guard`."""
+        """The groups of patches to apply: of `sinks` and `head`, and with any of them `guard` and `check`."""
         if self.value == "0":
             return frozenset()
-        return (frozenset({self.value} & {"sinks", "head"}) or frozenset({"sinks", "head"})) | {"guard"}
+        return (frozenset({self.value} & {"sinks", "head"}) or frozenset({"sinks", "head"})) | {"guard", "check"}
 
     @property
     def strict(self) -> bool:

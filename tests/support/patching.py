@@ -239,7 +239,9 @@ def _another_version(version):
 
 
 def _break_replacement():
-    sys.modules["vllm_tf_sinks.sinks.layers"] = None  # importing it now raises ImportError
+    from vllm_tf_sinks.sinks import layers
+
+    del layers.find_after_pipeline_split
 
 
 def _break_probe():
@@ -256,9 +258,10 @@ MISFITS = {
     "missing": _take_target_away,
     "signature": _change_signature,
     "too_old": lambda: _another_version("0.26.0"),
-    "too_new": lambda: _another_version("0.34.0+cu129"),
+    "newer": lambda: _another_version("0.99.0+cu129"),
     "nonsense": lambda: _another_version("a fork of ours"),
     "development": lambda: _another_version("0.33.1.dev7+g1234567.cpu"),
+    "build": lambda: _another_version("0.32.0+cu129"),
     "replacement": _break_replacement,
     "probe": _break_probe,
 }

@@ -102,7 +102,11 @@ def _heads(worker) -> dict:
     """Of target and draft: whether one projection serves both, whether the target computes with whatever it is now."""
     import torch
 
-    target, draft = worker.model_runner.model, getattr(worker.model_runner.drafter, "model", None)
+    from vllm_tf_sinks.model_state import state_of
+
+    runner = worker.model_runner
+    drafter = runner.drafter if hasattr(runner, "drafter") else runner.speculator  # of model runner v1, v2
+    target, draft = runner.model, getattr(drafter, "model", None)
     own = target.lm_head
     hidden = torch.randn(3, target.text_config.hidden_size)
     with torch.no_grad():
@@ -114,7 +118,7 @@ def _heads(worker) -> dict:
     return {
         "draft": type(draft).__name__,
         "shares_projection": getattr(draft, "lm_head", None) is own,
-        "draft_has_own_head": "own_head" in vars(draft) if draft is not None else False,
+        "draft_has_own_head": draft is not None and state_of(draft).head is not None,
         "follows_projection": not torch.allclose(negated, before) and torch.equal(before, after),
     }
 

@@ -2,24 +2,37 @@
 """The command `vllm-tf-sinks`. Importing this imports neither torch nor vLLM; each command does what it needs."""
 
 import argparse
+import importlib
 import os
+import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from vllm_tf_sinks.cli import doctor, inspect, verify
+from vllm_tf_sinks.broken_install import is_broken_install, missing_package
 
-COMMANDS = {"doctor": doctor, "inspect": inspect, "verify": verify}
+COMMANDS = ("doctor", "inspect", "verify")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status."""
+    """Run one command and return its exit status, which is 1 where a package is missing that the commands need."""
+    try:
+        return _main(arguments)
+    except ImportError as error:
+        if not is_broken_install(error):
+            raise
+        print(missing_package(error), file=sys.stderr)
+        return 1
+
+
+def _main(arguments: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(
         prog="vllm-tf-sinks",
         description="Attention sinks and true output heads for vLLM's Transformers modeling backend.",
     )
     parser.add_argument("--version", action="version", version=version("vllm-tf-sinks"))
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for name, command in COMMANDS.items():
+    for name in COMMANDS:
+        command = importlib.import_module(f"{__name__}.{name}")
         formatter = argparse.RawDescriptionHelpFormatter
         text = command.__doc__ or ""
         sub = commands.add_parser(name, help=text.split("\n")[0], description=text, formatter_class=formatter)

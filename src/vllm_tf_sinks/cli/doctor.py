@@ -44,6 +44,7 @@ class Report:
 
     Attributes:
         versions: of each package, None where it is missing.
+        tested: whether this package was tested on this version of vLLM.
         device: vLLM's name for what it runs on.
         variable: value and meaning of `VLLM_TF_SINKS`.
         loaded: whether vLLM would load the plugin, and why.
@@ -53,6 +54,7 @@ class Report:
     """
 
     versions: dict[str, str | None] = field(default_factory=dict)
+    tested: bool = True
     device: str = ""
     variable: dict[str, str] = field(default_factory=dict)
     loaded: dict[str, bool | str] = field(default_factory=dict)
@@ -97,6 +99,8 @@ def examine() -> Report:
         return report
     if reason := vllm_api.engine.too_old():
         report.problem(f"{reason}, and nothing is patched.", f"Install vLLM {vllm_api.engine.OLDEST} or newer.")
+    else:
+        report.tested = vllm_api.engine.is_tested()
     _examine_device(report)
     _examine_patches(report)
     _examine_hooks(report)
@@ -193,6 +197,11 @@ MARKS = {
 def as_text(report: Report) -> str:
     """The report for a terminal."""
     facts = [(name, found or "not installed") for name, found in report.versions.items()]
+    if not report.tested:
+        tested = ", ".join(vllm_api.engine.TESTED)
+        facts.append(
+            ("", f"This is an untested version of vLLM: each model is checked once it is loaded. Tested: {tested}.")
+        )
     facts += [("device", report.device or "none")]
     parts = [text.coloured("Versions", "bold"), text.columns(facts), text.heading("Settings")]
     settings = []

@@ -13,6 +13,7 @@ from vllm_tf_sinks import hooks, vllm_api
 from vllm_tf_sinks.guards.attention import BY_HEAD
 from vllm_tf_sinks.guards.errors import GuardError
 from vllm_tf_sinks.guards.rehearsal import GENUINE, Call, Mask, Rehearsal, rehearse
+from vllm_tf_sinks.model_state import state_of
 from vllm_tf_sinks.sinks.guards import leave_guard
 
 # Tensors that modules pass to every attention function, and no softmax depends on
@@ -57,8 +58,8 @@ def rehearse_before_split(original: Callable[..., Any]) -> Callable[..., Any]:
     def _create_hf_to_vllm_mapper(self: Any) -> None:
         original(self)
         if vllm_api.heads.is_causal(self) and not vllm_api.heads.is_draft(self):
-            self.rehearsal = rehearse(self.model, self.text_config)
-            check_rehearsal(self, self.rehearsal)
+            rehearsal = state_of(self).rehearsal = rehearse(self.model, self.text_config)
+            check_rehearsal(self, rehearsal)
 
     return _create_hf_to_vllm_mapper
 
@@ -73,7 +74,10 @@ def check_attention_layers(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(original)
     def init_parameters(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
-        if (rehearsal := vars(self).pop("rehearsal", None)) is not None:
+        state = state_of(self)
+        rehearsal, state.rehearsal = state.rehearsal, None  # vLLM calls this for drafts too
+        if rehearsal is not None:
+            state.layers_checked = True
             _check_layers(self, rehearsal)
             if rehearsal.by_head:
                 self.text_config._attn_implementation = BY_HEAD

@@ -56,6 +56,10 @@ class Head:
         """Whether Transformers keeps the parameter `name` in float32 in a model of any dtype."""
         return vllm_api.weights.is_kept_in_float32(self.model, name)
 
+    def projection_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of the logits that the projection gives in a model of `dtype`."""
+        return torch.float32 if self.keeps_in_float32(f"{self.projection.name}.weight") else dtype
+
     @property
     def has_weights_in_float32(self) -> bool:
         """Whether Transformers keeps any weight of the head in float32."""

@@ -18,6 +18,7 @@ from vllm_tf_sinks.head.classify import Kind, as_written, classify
 from vllm_tf_sinks.head.positions import shift_positions
 from vllm_tf_sinks.head.run import connect, keeps_shards, local_logits_function, logits_function
 from vllm_tf_sinks.head.standin import HeadError
+from vllm_tf_sinks.model_state import state_of
 
 logger = logging.getLogger("vllm.tf_sinks")
 
@@ -61,9 +62,9 @@ def load_with_head(original: Callable[..., set[str]]) -> Callable[..., set[str]]
 
     @wraps(original)
     def load_weights(self: Any, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        if "output_names" not in vars(self):
+        if (names := state_of(self).names) is None:
             return original(self, weights)
-        renamed = head_weights.renamed(weights, self.output_names)
+        renamed = head_weights.renamed(weights, names)
         if vllm_api.heads.is_pooling(self) or not self.pp_group.is_last_rank:
             return original(self, renamed)
         return head_weights.load(self, renamed, original)
@@ -87,7 +88,8 @@ def _has_own_head(model: Any) -> bool:
 
 def _head_of(model: Any) -> Head:
     """The head of `model`, built when first asked for: tying is asked for before the model is complete."""
-    if "own_head" not in vars(model):
+    state = state_of(model)
+    if state.head is None:
         config, options = model.config, model.model_config
         with _with_advice():
             cls = causal_lm_class(
@@ -96,9 +98,8 @@ def _head_of(model: Any) -> Head:
                 revision=options.revision,
                 code_revision=options.code_revision,
             )
-            model.own_head = build_head(cls, config, model.model)
-    head: Head = model.own_head
-    return head
+            state.head = build_head(cls, config, model.model)
+    return state.head
 
 
 @contextmanager
@@ -114,8 +115,8 @@ def _with_advice() -> Iterator[None]:
 
 
 def _install(model: Any, prefix: str) -> None:
-    head = _head_of(model)
-    model.output_is_tied = model._get_tie_word_embeddings()
+    head, state = _head_of(model), state_of(model)
+    state.is_tied = model._get_tie_word_embeddings()
     if head.base_built_with.get("add_pooling_layer") is False and hasattr(model.model, "pooler"):
         model.model.pooler = None  # the ForCausalLM has none, and so no weights for it
     is_adapted = vllm_api.lora.has_adapters(model) and lora.take_adapters(model, head)
@@ -123,12 +124,12 @@ def _install(model: Any, prefix: str) -> None:
     head_weights.keep_own_weights(model)
     embedding = _name_of_embeddings(model.model)
     if vllm_api.heads.is_pooling(model) or not model.pp_group.is_last_rank:
-        model.output_names = head_weights.Names(head, as_written(head), model.output_is_tied, embedding)
+        state.names = head_weights.Names(head, as_written(head), state.is_tied, embedding)
         setattr(model, head_weights.MODULE, vllm_api.heads.missing_layer())
         return
     with hooks.telling_refusal(model, "head"), _with_advice():
         plan = classify(head, model.text_config.hidden_size)
-    model.output_names = head_weights.Names(head, plan, model.output_is_tied, embedding)
+    state.names = head_weights.Names(head, plan, state.is_tied, embedding)
     _fit_projection(model, head, prefix)
     if head_weights.materialise(head, plan, model.model_config.dtype, model.device_config.device):
         setattr(model, head_weights.MODULE, head.model)
@@ -170,7 +171,7 @@ def _fit_projection(model: Any, head: Head, prefix: str) -> None:
     float32 = head.keeps_in_float32(f"{projection.name}.weight") and model.model_config.dtype != torch.float32
     sizes = (projection.out_features, projection.in_features)
     renamed = model.quant_config is not None and projection.name != head_weights.PROJECTION
-    if model.output_is_tied:
+    if state_of(model).is_tied:
         _refuse_quantised_tie(head, model.lm_head, projection.name)
     elif float32 or renamed or sizes != (config.vocab_size, config.hidden_size):
         dtype = torch.float32 if float32 else model.model_config.dtype

@@ -12,6 +12,7 @@ from vllm_tf_sinks import vllm_api
 from vllm_tf_sinks.head.build import Head
 from vllm_tf_sinks.head.standin import HeadError
 from vllm_tf_sinks.head.weights import MODULE, PROJECTION
+from vllm_tf_sinks.model_state import state_of
 
 
 def take_adapters(model: Any, head: Head) -> bool:
@@ -53,7 +54,8 @@ class _AdapterNames:
             HeadError: if it adapts what cannot be adapted.
         """
         module, is_adapter, rest = name.partition(".lora_")
-        weight = self._model.output_names(f"{module}.weight") if is_adapter else None
+        names = state_of(self._model).names
+        weight = names(f"{module}.weight") if is_adapter and names else None
         if weight == f"{PROJECTION}.weight":
             if self._refusal:
                 raise HeadError(f"{self._head.name} takes no adapter of {module}: {self._refusal}. Merge the adapter.")

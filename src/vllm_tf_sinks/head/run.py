@@ -4,7 +4,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -21,8 +20,7 @@ def connect(head: Head, model: Any) -> None:
         return _logits(model.logits_processor(model.lm_head, x[0], model.lm_head.bias))[None]
 
     head.projection.project = project
-    float32 = head.keeps_in_float32(f"{head.projection.name}.weight")
-    head.projection.dtype = torch.float32 if float32 else model.model_config.dtype
+    head.projection.dtype = head.projection_dtype(model.model_config.dtype)
     head.projection.device = model.device_config.device
 
 

@@ -14,6 +14,7 @@ from vllm_tf_sinks import vllm_api
 from vllm_tf_sinks.head.build import Head, tied_to
 from vllm_tf_sinks.head.classify import Plan
 from vllm_tf_sinks.head.standin import HeadError
+from vllm_tf_sinks.model_state import CheckpointTensors, state_of
 
 MODULE = "output_head"  # the attribute of vLLM's model that holds a head's own weights
 PROJECTION = "lm_head"  # and the one that holds its projection
@@ -138,6 +139,10 @@ def load(model: Any, weights: Iterable[tuple[str, torch.Tensor]], original: Call
         HeadError: if there is a bias for a projection without, a quantised weight of another layer of the head,
             or a running engine whose projection is tied is given another weight for it.
     """
+    state = state_of(model)
+    assert state.head
+    assert state.names
+    head, names, is_tied = state.head, state.names, state.is_tied
     loaded: set[str] = set()
     mistakable: list[tuple[str, torch.Tensor]] = []
     projection = embedding = None
@@ -145,21 +150,23 @@ def load(model: Any, weights: Iterable[tuple[str, torch.Tensor]], original: Call
     def others() -> Iterator[tuple[str, torch.Tensor]]:
         nonlocal projection, embedding
         for name, weight in weights:
+            if state.checkpoint:
+                _keep(state.checkpoint, name, weight, is_tied and names.is_embedding(name))
             if name == f"{PROJECTION}.bias":
-                _load_bias(model, weight)
+                _load_bias(model, head, weight)
                 loaded.add(name)
-            elif name == f"{PROJECTION}.weight" and model.output_is_tied:
+            elif name == f"{PROJECTION}.weight" and is_tied:
                 projection = weight
                 loaded.add(name)
-            elif model.output_names.is_foreign(name):
+            elif names.is_foreign(name):
                 raise HeadError(
-                    f"The checkpoint has {name.removeprefix(f'{MODULE}.')}, which {model.own_head.name} has not: the "
+                    f"The checkpoint has {name.removeprefix(f'{MODULE}.')}, which {head.name} has not: the "
                     "layers of a head before its projection are run unquantised. Exclude them when you quantise it."
                 )
             elif name.endswith(f"{PROJECTION}.bias"):
                 mistakable.append((name, weight))
             else:
-                if model.output_is_tied and model.output_names.is_embedding(name):
+                if is_tied and names.is_embedding(name):
                     embedding = weight
                 yield name, weight
 
@@ -167,35 +174,43 @@ def load(model: Any, weights: Iterable[tuple[str, torch.Tensor]], original: Call
     if mistakable:
         loaded |= vllm_api.weights.load_weights_of_base(model, mistakable)
     if projection is not None and (embedding is None or not torch.equal(projection, embedding)):
-        _untie(model, projection)
+        _untie(model, head, projection)
     elif embedding is not None and model.lm_head.weight.is_meta:
         # A reload prepares a layer for its kernel only where it was loaded itself
         model.lm_head.weight.weight_loader(model.lm_head.weight, embedding)
     return loaded
 
 
-def _load_bias(model: Any, weight: torch.Tensor) -> None:
+def _keep(checkpoint: CheckpointTensors, name: str, weight: torch.Tensor, is_tied_embedding: bool) -> None:
+    """Keep a copy of `weight` if the projection is loaded from it. A weight of its own comes before that of the tie."""
+    if name == f"{PROJECTION}.bias":
+        checkpoint.bias = weight.detach().to("cpu", copy=True)
+    elif name == f"{PROJECTION}.weight" or (is_tied_embedding and checkpoint.projection is None):
+        checkpoint.projection = weight.detach().to("cpu", copy=True)
+
+
+def _load_bias(model: Any, head: Head, weight: torch.Tensor) -> None:
     if (bias := model.lm_head.bias) is None:
-        raise HeadError(f"The checkpoint has a bias for the projection of {model.own_head.name}, which has none.")
+        raise HeadError(f"The checkpoint has a bias for the projection of {head.name}, which has none.")
     # In a reload vLLM takes a layer with one weight loaded for a layer that all are loaded of, and writes
     # over the embeddings what it has for the tied one. The loader beneath its own fills the bias alone.
-    loader = inspect.unwrap(bias.weight_loader) if model.output_is_tied else bias.weight_loader
+    loader = inspect.unwrap(bias.weight_loader) if state_of(model).is_tied else bias.weight_loader
     loader(bias, weight)
 
 
-def _untie(model: Any, weight: torch.Tensor) -> None:
+def _untie(model: Any, head: Head, weight: torch.Tensor) -> None:
     """Give the model a projection of its own, with `weight` [V, H]."""
     if model.lm_head.weight.is_meta:
         raise HeadError(
-            f"The projection of {model.own_head.name} is tied to the input embeddings in this engine, and the weights "
+            f"The projection of {head.name} is tied to the input embeddings in this engine, and the weights "
             "that it is to reload untie it. Start an engine with them."
         )
     vocabulary, size = weight.shape
-    name = model.own_head.projection.name
+    name = head.projection.name
     projection = vllm_api.heads.make_lm_head(model, name, vocabulary, size, model.model_config.dtype)
     vllm_api.weights.record_for_reload(projection)
     projection.weight.weight_loader(projection.weight, weight)
     projection.bias = model.lm_head.bias
     model.lm_head = projection
-    model.output_is_tied = False
+    state_of(model).is_tied = False
     vllm_api.weights.load_lm_head(model)

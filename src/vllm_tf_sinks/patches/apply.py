@@ -8,11 +8,13 @@ from types import CellType
 from typing import Any, NamedTuple
 
 from vllm_tf_sinks import vllm_api
+from vllm_tf_sinks.broken_install import allow_models, is_broken_install, refuse_models
 from vllm_tf_sinks.patches.catalogue import CATALOGUE
 from vllm_tf_sinks.patches.patch import Patch, PatchError, Row, State, Target
 from vllm_tf_sinks.settings import NOT_REGISTERED, VARIABLE, Settings, choose, chosen
 
 UNTESTED = "untested version"
+CHECK = "check"  # the group of patches that check a model on such a version
 
 logger = logging.getLogger("vllm.tf_sinks")  # only loggers below `vllm` have a handler
 
@@ -51,13 +53,18 @@ def apply() -> None:
 
     Raises:
         PatchError: under `VLLM_TF_SINKS=strict`, naming vLLM's version and each patch that does not fit.
+        ImportError: if a package is missing that this one needs; nothing is applied then.
     """
     global _logged
     _follow()
     settings = chosen()
     misfits: list[Row] = []
-    for group in sorted(settings.groups):
-        misfits += _apply_group([patch for patch in CATALOGUE if patch.group == group])
+    try:
+        for group in sorted(settings.groups):
+            misfits += _apply_group([patch for patch in CATALOGUE if patch.group == group])
+    except ImportError:
+        _restore()
+        raise
     if misfits:
         message = f"vLLM {vllm_api.engine.version()} is not patched in full: " + "; ".join(map(str, misfits))
         if settings.strict:
@@ -66,8 +73,14 @@ def apply() -> None:
     if settings.strict and _caveat():
         _restore()
         raise PatchError(
-            f"vLLM {vllm_api.engine.version()} is an {UNTESTED}. {VARIABLE}=strict forbids that: use 1, under which each "
-            "model is checked once its weights are loaded."
+            f"vLLM {vllm_api.engine.version()} is an {UNTESTED}. {VARIABLE}=strict forbids that: use 1, under which "
+            "each model is checked once its weights are loaded."
+        )
+    unchecked = [str(row) for row in misfits if row.patch.group == CHECK]
+    if unchecked and not vllm_api.engine.too_old():
+        refuse_models(
+            f"vllm-tf-sinks was not tested on vLLM {vllm_api.engine.version()}, and cannot check its models after "
+            f"loading: {'; '.join(unchecked)}"
         )
     if (line := summary()) == _logged:
         return  # register() was called again
@@ -93,6 +106,8 @@ def _apply_group(patches: list[Patch]) -> list[Row]:
             else:
                 fits.append((patch, patch.find()))
         except Exception as error:  # whatever a vLLM that we do not know raises
+            if is_broken_install(error):
+                raise
             misfits.append(Row(patch, State.DOES_NOT_FIT, _reason(error)))
     if not misfits:
         misfits = _replace(fits)
@@ -116,6 +131,8 @@ def _replace(fits: list[tuple[Patch, Target]]) -> list[Row]:
         try:
             made.append((patch, _Applied(target, original, patch.make(original))))
         except Exception as error:  # whatever vLLM's modules raise while ours import them
+            if is_broken_install(error):
+                raise
             return [Row(patch, State.DOES_NOT_FIT, _reason(error))]
     for patch, applied in made:
         applied.target.set(applied.replacement)
@@ -170,6 +187,7 @@ def revert() -> list[Row]:
     they were built with.
     """
     choose(Settings("0"))
+    allow_models()
     _follow()
     _rows.update({name: Row(row.patch, State.OFF, "reverted") for name, row in _rows.items() if name not in _applied})
     _restore()

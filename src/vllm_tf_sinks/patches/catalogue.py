@@ -11,6 +11,26 @@ def _always_needed() -> str:
 
 CATALOGUE = (
     Patch(
+        name="check.build",
+        targets=(f"{vllm_api.engine.BACKEND}.base:Base.__init__",),
+        parameters=("self", "vllm_config", "prefix"),
+        replacement="vllm_tf_sinks.guards.loaded:refuse_unchecked",
+        why="a loader of its own may leave out the check after loading",
+        has=vllm_api.engine.tested,
+        upstream="none: this package has to be tested on each version",
+        until="never",
+    ),
+    Patch(
+        name="check.loaded",
+        targets=("vllm.model_executor.model_loader.base_loader:process_weights_after_loading",),
+        parameters=("model", "model_config", "target_device"),
+        replacement="vllm_tf_sinks.guards.loaded:check_after_loading",
+        why="a vLLM on which this package was not tested may mean something else by what is patched",
+        has=vllm_api.engine.tested,
+        upstream="none: this package has to be tested on each version",
+        until="never",
+    ),
+    Patch(
         name="guard.backend",
         targets=(f"{vllm_api.engine.BACKEND}.base:Base._decorate_for_torch_compile",),
         parameters=("self",),

@@ -51,7 +51,7 @@ class Patch(NamedTuple):
 
     @property
     def group(self) -> str:
-        """The group that is applied whole or not at all: `sinks`, `head` or `guard`."""
+        """The group that is applied whole or not at all: `check`, `guard`, `head` or `sinks`."""
         return self.name.partition(".")[0]
 
     def find(self) -> "Target":

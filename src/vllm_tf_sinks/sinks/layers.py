@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from vllm_tf_sinks import hooks, vllm_api
+from vllm_tf_sinks.model_state import state_of
 from vllm_tf_sinks.sinks.find import Sink, SinkError, dispatches_to_vllm, find_sinks
 from vllm_tf_sinks.sinks.guards import check_model
 from vllm_tf_sinks.sinks.shard import Heads, heads_of_rank, sink_parameter
@@ -28,9 +29,10 @@ def find_after_pipeline_split(original: Callable[..., Any]) -> Callable[..., Any
     def pipeline_parallel(self: Any) -> None:
         original(self)
         with hooks.telling_refusal(self, "sinks"):
-            self.attention_sinks = find_sinks(self)
-            if self.attention_sinks:
-                check_model(self, self.attention_sinks)
+            state = state_of(self)
+            state.sinks = find_sinks(self)
+            if state.sinks:
+                check_model(self, state.sinks)
 
     return pipeline_parallel
 
@@ -40,7 +42,7 @@ def build_with_sinks(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(original)
     def create_attention_instances(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not getattr(self, "attention_sinks", None):  # unset for a draft, which is not split over ranks
+        if not state_of(self).sinks:  # None for a draft, which is not split over ranks
             return original(self, *args, **kwargs)
         layers = _SinkLayers(self)
         with vllm_api.attention.attention_layers_built_by(layers.build):
@@ -56,7 +58,8 @@ class _SinkLayers:
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        self.sinks = {sink.layer_index: sink for sink in model.attention_sinks}
+        self.state = state_of(model)
+        self.sinks = {sink.layer_index: sink for sink in self.state.sinks or ()}
         # Layers without a sink may have other heads than the config says, too
         self.heads = {
             module.layer_idx: self._heads(name, module, model.text_config.num_attention_heads)
@@ -80,7 +83,8 @@ class _SinkLayers:
         float32 = vllm_api.weights.is_kept_in_float32(model.model, sink.parameter_name)
         dtype = torch.float32 if float32 else model.model_config.dtype
         device = model.device_config.device
-        setattr(owner, sink.name, sink_parameter(sink, heads, dtype, device))
+        kept = self.state.checkpoint.sinks if self.state.checkpoint else None
+        setattr(owner, sink.name, sink_parameter(sink, heads, dtype, device, kept))
         return heads
 
     def build(self, layer_class: Callable[..., nn.Module], **kwargs: Any) -> Any:

@@ -71,7 +71,9 @@ def heads_of_rank(name: str, module: nn.Module, num_heads: int, rank: int, ranks
     return Heads(rank * query, query, max(1, key_value // ranks))
 
 
-def sink_parameter(sink: Sink, heads: Heads, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+def sink_parameter(
+    sink: Sink, heads: Heads, dtype: torch.dtype, device: torch.device, kept: dict[str, torch.Tensor] | None = None
+) -> nn.Parameter:
     """An uninitialised parameter for this rank's slice of a sink, with its weight loader.
 
     Args:
@@ -79,18 +81,21 @@ def sink_parameter(sink: Sink, heads: Heads, dtype: torch.dtype, device: torch.d
         heads: the heads of this rank.
         dtype: what the parameter is kept in.
         device: where it is.
+        kept: where its loader leaves a copy of the checkpoint's tensor.
 
     Returns:
         The parameter, `heads.query` numbers in `dtype` on `device`.
     """
     shape = [heads.query if size == sink.num_heads else size for size in sink.shape]
     parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
-    parameter.weight_loader = sink_loader(sink, heads)  # type: ignore[attr-defined]
+    parameter.weight_loader = sink_loader(sink, heads, kept)  # type: ignore[attr-defined]
     return parameter
 
 
-def sink_loader(sink: Sink, heads: Heads) -> Callable[[torch.Tensor, torch.Tensor], None]:
-    """A weight loader that copies this rank's heads of a checkpoint's sink.
+def sink_loader(
+    sink: Sink, heads: Heads, kept: dict[str, torch.Tensor] | None = None
+) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    """A weight loader that copies this rank's heads of a checkpoint's sink, and the whole sink to `kept`.
 
     The loader raises SinkError if the checkpoint's tensor does not have `sink.num_heads` numbers.
     """
@@ -103,5 +108,7 @@ def sink_loader(sink: Sink, heads: Heads) -> Callable[[torch.Tensor, torch.Tenso
             )
         shard = loaded_weight.reshape(-1).narrow(0, heads.first, heads.query)
         param.data.copy_(shard.view_as(param))
+        if kept is not None:
+            kept[sink.parameter_name] = loaded_weight.detach().to("cpu", copy=True)
 
     return load_sink

@@ -18,6 +18,18 @@ def version() -> str:
     return str(__version__)
 
 
+def is_of_backend(model: Any) -> bool:
+    """Whether a model of vLLM's is one of the Transformers backend."""
+    from vllm.model_executor.models.transformers.base import Base
+
+    return isinstance(model, Base)
+
+
+def tested() -> str:
+    """Says that this package was tested on this version of vLLM, or ""."""
+    return "this version of vLLM was tested" if is_tested() else ""
+
+
 def too_old() -> str:
     """Why this vLLM is older than the package supports, or ""."""
     from packaging.version import InvalidVersion, Version  # slow to import, and not needed by register()

@@ -27,6 +27,11 @@ def is_pooling(model: Any) -> bool:
     return bool(model.model_config.runner_type == "pooling")
 
 
+def computes_logits(model: Any) -> bool:
+    """Whether a Transformers-backend model computes logits, on this pipeline rank."""
+    return is_causal(model) and not is_pooling(model) and bool(model.pp_group.is_last_rank)
+
+
 def is_draft(model: Any) -> bool:
     """Whether `model` is the draft of another, whose `lm_head` it is given (from vLLM 0.33)."""
     return any(cls.__name__ == "MTPMixin" for cls in type(model).__mro__)

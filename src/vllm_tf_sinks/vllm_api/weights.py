@@ -30,6 +30,14 @@ def load_lm_head(model: Any) -> None:
         skipped.remove("lm_head.")
 
 
+def loader_is_ordinary(load_config: Any) -> bool:
+    """Whether the loader of a load format loads a model as vLLM's base loader does, step by step."""
+    from vllm.model_executor.model_loader import get_model_loader
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+    return type(get_model_loader(load_config)).load_model is BaseModelLoader.load_model
+
+
 def record_for_reload(module: "torch.nn.Module") -> None:
     """Note what a module that was made after its model looks like before it is loaded: a reload starts from there."""
     from vllm.model_executor.model_loader.reload import record_metadata_for_reloading

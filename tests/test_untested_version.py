@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A version of vLLM that nobody tested: patched where it fits, and each model checked once it is loaded."""
+
+import pytest
+from support.parity import ENVIRONMENT
+from support.zygote import JobError
+
+EXACT = 1e-4
+MEANINGS = "support.meanings"
+CAUSE = "This package was not tested on vLLM 0.99.0, which may mean something else by what is patched"
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("name", ["gpt_oss", "mimo_v2_flash", "granite", "gemma2", "minicpm3", "bert", "llama"])
+def test_renumbered_version_is_right(vllm, checkpoint, difference, name, tied):
+    folder = checkpoint(vllm, name, tie_word_embeddings=tied)
+    assert difference(vllm, folder, env=ENVIRONMENT, tamper=f"{MEANINGS}:renumber") < EXACT
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["gpt_oss", "granite", "modernbert-decoder"])
+def test_rounding_is_no_mismatch(vllm, checkpoint, name, dtype):
+    folder = checkpoint(vllm, name)
+    assert vllm.run("support.jobs:served_rows", checkpoint=folder, tamper=f"{MEANINGS}:renumber", dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("name", "meaning", "message"),
+    [
+        ("granite", "scale_logits", r"GraniteModel gives other logits than GraniteForCausalLM .* differ by up to \d"),
+        ("llama", "scale_logits", r"LlamaModel gives other logits than LlamaForCausalLM"),
+        ("bert", "scale_logits", r"BertModel gives other logits than BertLMHeadModel"),
+        ("granite", "shift_vocabulary", r"GraniteModel gives other logits than GraniteForCausalLM"),
+        ("llama", "lose_projection", r"LlamaModel gives other logits than LlamaForCausalLM"),
+        ("gpt_oss", "negate_sinks", r"The sinks in the attention layer 0 of GptOssModel differ .* by up to \d"),
+        ("gpt_oss", "lose_sinks", r"The checkpoint gave no values for model\.layers\.0\.self_attn\.sinks of GptOss"),
+        ("gpt_oss", "split_elsewhere", r"vLLM built GptOssModel without looking for attention sinks"),
+        ("granite", "initialise_elsewhere", r"The attention layers of GraniteModel were not compared"),
+        ("llama", "load_otherwise", r"A model that is loaded with load_format=\S+ cannot be checked after loading"),
+    ],
+)
+def test_another_meaning_is_refused(vllm, checkpoint, name, meaning, message):
+    folder = checkpoint(vllm, name, tie_word_embeddings=False)
+    with pytest.raises(JobError, match=rf"(?s)LoadError: {message}.*{CAUSE}"):
+        vllm.run("support.jobs:served_rows", checkpoint=folder, tamper=f"{MEANINGS}:{meaning}")
+
+
+def test_checkpoint_without_a_projection_is_refused(vllm, checkpoint, tmp_path):
+    source = checkpoint(vllm, "llama", tie_word_embeddings=False)
+    folder = vllm.run("support.checkpoints:without", folder=str(tmp_path), source=source, fragment="lm_head")
+    with pytest.raises(JobError, match=r"The checkpoint gave no weight for the projection lm_head of LlamaForCausalLM"):
+        vllm.run("support.jobs:served_rows", checkpoint=folder, tamper=f"{MEANINGS}:renumber")
+
+
+def test_model_that_cannot_be_checked_is_refused(vllm, checkpoint):
+    folder = checkpoint(vllm, "llama")
+    with pytest.raises(JobError, match=r"BrokenInstallError: .*0\.99\.0, and cannot check its models after loading: "):
+        vllm.run("support.jobs:served_rows", checkpoint=folder, tamper=f"{MEANINGS}:lose_the_check")
+
+
+def test_dummy_weights_are_not_checked(vllm, checkpoint):
+    folder = checkpoint(vllm, "gpt_oss")
+    assert vllm.run("support.jobs:served_rows", checkpoint=folder, tamper=f"{MEANINGS}:renumber", load_format="dummy")
+
+
+def test_reload_after_the_check(vllm, checkpoint):
+    folder = checkpoint(vllm, "granite_swa_scaled")
+    outcome = vllm.run("support.untested_jobs:reloaded", checkpoint=folder)
+    assert outcome["kept"] == [None]
+    assert outcome["log"] == 1
+    assert outcome["same"]
