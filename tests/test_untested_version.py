@@ -3,6 +3,7 @@
 
 import pytest
 from support.parity import ENVIRONMENT
+from support.tp_jobs import ENV
 from support.zygote import JobError
 
 EXACT = 1e-4
@@ -56,6 +57,22 @@ def test_model_that_cannot_be_checked_is_refused(vllm, checkpoint):
     folder = checkpoint(vllm, "llama")
     with pytest.raises(JobError, match=r"BrokenInstallError: .*0\.99\.0, and cannot check its models after loading: "):
         vllm.run("support.jobs:served_rows", checkpoint=folder, tamper=f"{MEANINGS}:lose_the_check")
+
+
+@pytest.mark.parametrize(
+    ("tamper", "message"), [("negate_sinks", r"The sinks in"), ("scale_logits", r"gives other logits")]
+)
+def test_two_ranks(vllm, checkpoint, difference, tamper, message):
+    two_ranks = {"job": "support.tp_jobs:served_by_two", "env": ENV}
+    folder = checkpoint(vllm, "gpt_oss")
+    assert difference(vllm, folder, tamper=f"{MEANINGS}:renumber", **two_ranks) < EXACT
+    with pytest.raises(JobError, match=rf"LoadError: .*{message}"):
+        difference(vllm, folder, tamper=f"{MEANINGS}:{tamper}", **two_ranks)
+
+
+def test_model_that_takes_adapters(vllm, checkpoint, difference):
+    folder = checkpoint(vllm, "granite")
+    assert difference(vllm, folder, tamper=f"{MEANINGS}:renumber", enable_lora=True, max_lora_rank=8) < EXACT
 
 
 def test_dummy_weights_are_not_checked(vllm, checkpoint):
