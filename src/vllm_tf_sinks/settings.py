@@ -14,7 +14,7 @@ VALUES = {
     "0": "change nothing",
     "sinks": "attention sinks only",
     "head": "output heads only",
-    "strict": "like 1, and refuse to start where a patch does not fit",
+    "strict": "like 1, and refuse to start where a patch does not fit, or on a vLLM that was not tested",
 }
 
 
