@@ -77,6 +77,7 @@ MISSING = {
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1},
     "hunyuan_v1_dense": {"head_dim": 64},
     "hunyuan_v1_moe": {"head_dim": 64},
+    **{name: {"unpadded_vocab_size": 150} for name in ("inkling2_loop_text", "inkling2_text")},
     "lfm2_moe": {"layer_types": ["full_attention"] * 32},
     "ministral": {"head_dim": 64},
     "nemotron": {"num_key_value_heads": 8},

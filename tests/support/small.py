@@ -27,9 +27,10 @@ FIELDS = {
     **dict.fromkeys(("intermediate_size", "ffn_hidden_size", "ffn_dim", "dff", "dim_ff", "n_inner", "d_inner"), 192),
     **dict.fromkeys(("decoder_ffn_dim", "encoder_ffn_dim", "feed_forward_size", "intermediate_size_mlp"), 192),
     **dict.fromkeys(("dense_intermediate_size", "prefix_dense_intermediate_size"), 192),
+    **dict.fromkeys(("first_dense_intermediate_size", "mlp_only_intermediate_size"), 192),
     **dict.fromkeys(("moe_intermediate_size", "expert_ffn_hidden_size"), 64),
     **dict.fromkeys(("shared_intermediate_size", "shared_expert_intermediate_size"), 96),
-    "moe_shared_expert_intermediate_size": 96,
+    **dict.fromkeys(("moe_shared_expert_intermediate_size", "shared_experts_intermediate_size"), 96),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), EXPERTS),
     **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k"), ACTIVE_EXPERTS),
     "zero_expert_num": 2,
@@ -71,7 +72,7 @@ FIELDS = {
     # Sizes that only some have
     **dict.fromkeys(("laurel_rank", "gated_norm_rank", "adapter_rank", "hidden_size_per_layer_input"), 16),
     **dict.fromkeys(("router_hidden_size", "mamba_d_state", "ssm_state_size", "state_size", "time_step_rank"), 16),
-    **dict.fromkeys(("mamba_dt_rank", "d_rel", "hc_lowrank"), 16),
+    **dict.fromkeys(("mamba_dt_rank", "d_rel", "hc_lowrank", "loop_gate_rank"), 16),
     **dict.fromkeys(("chunk_size", "mamba_chunk_size", "block_size"), 16),
     **dict.fromkeys(("n_groups", "mamba_n_groups", "mamba_ngroups"), 1),
     **dict.fromkeys(("embedding_size", "input_embedding_size", "output_embedding_size"), 48),
@@ -92,9 +93,32 @@ INDEXER = {
     "indexer_kv_heads": 1,
     "indexer_head_dim": HEAD_SIZE,
 }
+# Its window layers have heads of their own, which no field of the config names
+DOTS3_NOTE = {
+    "swa_num_attention_heads": 2,
+    "swa_num_key_value_heads": 2,
+    "swa_q_lora_rank": 16,
+    "swa_kv_lora_rank": 24,
+    "swa_head_dim": HEAD_SIZE,
+    "swa_qk_nope_head_dim": HEAD_SIZE // 2,
+    "swa_v_head_dim": HEAD_SIZE // 2,
+}
+INKLING2 = {
+    "unpadded_vocab_size": VOCABULARY - 8,
+    "qk_l2_clip_threshold": 2.0,
+    "rel_l2_clip_threshold": 1.0,
+    "n_layers_per_attn_res_block": 1,
+    "mlp_gate_softcap": 1.5,
+    "mlp_up_softcap": 2.0,
+}
 
 # Only where the rules make no model, or one that leaves something out
 OTHERS: dict[str, dict] = {
+    "bailing_hybrid": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "expert_swiglu_limit_list": [0.0, 0.7],
+        "share_expert_swiglu_limit_list": [0.0, 0.5],
+    },
     "bamba": {"attn_layer_indices": [1]},
     "cohere_compass_text": {
         "hidden_size": 256,  # its rotary sections are for heads of 128
@@ -105,8 +129,17 @@ OTHERS: dict[str, dict] = {
         "attn_config": {"kv_n_heads": KEY_VALUE_HEADS, "clip_qkv": 1.5, "rope_theta": 1e4},
         "ffn_config": {"hidden_size": HIDDEN, "ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
     },
+    "dory": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "n_input_layers": 1,
+        "n_recurrent_layers": 2,
+        "n_output_layers": 1,
+    },
     "dots1": {"n_shared_experts": 1},
+    **dict.fromkeys(("dots3_note", "dots3_note_text"), DOTS3_NOTE),
     "deepseek_v2": {"topk_method": "group_limited_greedy"},
+    "ergo": {"global_attention_scale": 1.3},
+    "flint": {"mlp_only_layers": [0]},
     "gemma3n_text": {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2},
     "got_ocr2": {
         "text_config": {
@@ -120,7 +153,23 @@ OTHERS: dict[str, dict] = {
     "gemma4_text": {"num_experts": None},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "inkling2_loop_text": {
+        **INKLING2,
+        "layer_types": ["hybrid_sliding", "hybrid"] * 2,
+        "loop_layer_index_start": 1,
+        "loop_layer_index_end": 3,
+    },
+    "inkling2_text": INKLING2,
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
+    "kolibri1_1": {
+        "layer_types": ["sliding_attention", "indexed_attention", "indexed_attention"],
+        "index_pool_size": 2 * WINDOW,
+        "index_compression": 2,
+        "index_num_heads": 2,
+        "index_num_local_tokens": 2,
+        "index_num_sink_tokens": 1,
+        "mlp_only_layers": [0],
+    },
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"head_dim": 2 * HIDDEN // HEADS},
     **{name: {"attention_chunk_size": POSITIONS} for name in ("llama4", "llama4_text")},
@@ -141,6 +190,7 @@ _PROCESSOR = "a multimodal class, whose processor needs torchvision; its text mo
 NOT_BUILT = {
     "blt": "several models of bytes and patches in one config, which vLLM does not read",
     **dict.fromkeys(("fuyu", "gemma3", "gemma3n", "gemma4", "gemma4_unified", "got_ocr2"), _PROCESSOR),
+    "moss_transcribe_diarize": "a multimodal class of audio, whose config vLLM reads as another class",
     **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), "a draft, which runs on another model's states"),
 }
 
@@ -161,7 +211,7 @@ def small_config(model_type: str, tied: bool, **changes):
 
     cls = getattr(transformers, model_types()[model_type])
     config_class = CONFIG_MAPPING[model_type]
-    if not issubclass(config_class, cls.config_class):
+    if cls.config_class in config_class.sub_configs.values():
         config_class = cls.config_class
     fields = _fields(config_class, {**OTHERS.get(model_type, {}), **changes})
     return config_class(**fields, tie_word_embeddings=tied)
