@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Serve every causal LM type of Transformers, tiny and random, and compare it with Hugging Face.
 
-    python tools/census.py --vllm 0.32.0            # all types; goes on where it was interrupted
-    python tools/census.py --vllm 0.32.0 doge zaya  # these types again
+    python tools/census.py --vllm 0.32.0/5.25.0  # all types; goes on where it was interrupted
+    python tools/census.py --vllm 0.34.0 doge    # this type again
 
-Writes docs/compatibility.json and docs/compatibility.md.
+`VLLM/TRANSFORMERS` names a pair, a version of vLLM alone the pair that tools/overlay.py makes of it. Writes
+docs/compatibility.json and docs/compatibility.md.
 """
 
 import argparse
 import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import version as version_of
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -30,32 +30,34 @@ AT_A_TIME = 2
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vllm", default="0.32.0", metavar="VERSION")
+    parser.add_argument("--vllm", default="0.32.0", metavar="PAIR", help="a vLLM version, or VLLM/TRANSFORMERS")
     parser.add_argument("--no-stock", action="store_true", help="leave out vLLM without the plugin")
     parser.add_argument("types", nargs="*", metavar="TYPE", help="model types; all by default")
     options = parser.parse_args()
     settings = [PLUGIN] if options.no_stock else [PLUGIN, STOCK]
-    zygotes = [Zygote(options.vllm, overlay(options.vllm)) for _ in range(AT_A_TIME)]
+    version = options.vllm.partition("/")[0]
+    zygotes = [Zygote(version, overlay(options.vllm)) for _ in range(AT_A_TIME)]
     try:
-        measured = _measure(zygotes, options.types, settings, _Partial(options.vllm, bool(options.types)))
+        transformers = zygotes[0].run("importlib.metadata:version", distribution_name="transformers")
+        pair = f"{version}/{transformers}"
+        measured = _measure(zygotes, options.types, settings, _Partial(pair, bool(options.types)))
     finally:
         for zygote in zygotes:
             zygote.close()
-    results = compatibility.load()
-    results["transformers"] = version_of("transformers")
+    models = compatibility.load()
     for name, ways in measured.items():
-        _enter(results["models"], name, options.vllm, ways)
-    compatibility.save(results)
+        _enter(models, name, pair, ways)
+    compatibility.save(models)
     for which in ("stock", "plugin"):
-        found = compatibility.counts(results["models"], options.vllm, which)
-        print(f"{options.vllm} {which}: " + ", ".join(f"{number} {outcome}" for outcome, number in found.items()))
+        found = compatibility.counts(models, pair, which)
+        print(f"{pair} {which}: " + ", ".join(f"{number} {outcome}" for outcome, number in found.items()))
 
 
 class _Partial:
     """What an interrupted census of all types has measured."""
 
-    def __init__(self, version: str, is_part: bool) -> None:
-        self.path = CACHE / f"{version}.json"
+    def __init__(self, pair: str, is_part: bool) -> None:
+        self.path = CACHE / f"{pair.replace('/', '-transformers-')}.json"
         self.is_part = is_part
         self.measured: dict[str, list[dict]] = {}
         if self.path.exists() and not is_part:
@@ -102,11 +104,11 @@ def _verdict(ways: list[dict], setting: str) -> Verdict:
     return worst([Verdict(**way[setting]) for way in ways])
 
 
-def _enter(models: dict, name: str, version: str, ways: list[dict]) -> None:
+def _enter(models: dict, name: str, pair: str, ways: list[dict]) -> None:
     """Write what was measured of one type into `models`."""
     model = models.setdefault(name, {"vllm": {}})
     model |= {"head": ways[0].get("head", ""), "sinks": ways[0].get("sinks", 0)}
-    entry = model["vllm"].setdefault(version, {})
+    entry = model["vllm"].setdefault(pair, {})
     plugin = _verdict(ways, PLUGIN)
     entry |= {"plugin": plugin.outcome, "reason": plugin.reason}
     if STOCK in ways[0]:

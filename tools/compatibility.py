@@ -2,6 +2,7 @@
 """The table of compatibility, from what `make census` measured."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -10,9 +11,10 @@ RESULTS, TABLE = DOCS / "compatibility.json", DOCS / "compatibility.md"
 INTRODUCTION = """<!-- written by tools/census.py; do not edit -->
 # Compatibility
 
-Every causal LM type of Transformers {transformers}, tiny and random, served in float32 with
-`model_impl="transformers"` and compared with Hugging Face eager: whole log-softmax rows, prompt and decode, untied
-and tied. `make census` measures this anew.
+Every causal LM type of Transformers, tiny and random, served in float32 with `model_impl="transformers"` and compared
+with Hugging Face eager: whole log-softmax rows, prompt and decode, untied and tied. vLLM 0.33.0 and 0.34.0 are their
+Python on the kernels of 0.32.0; 0.34.0 runs model runner v2, whose Triton kernels are interpreted. `make census`
+measures this anew.
 
 - **right**: all log-softmax rows agree within 1e-4.
 - **wrong**: they do not, and nothing said so.
@@ -25,47 +27,47 @@ OUTCOMES = ("right", "wrong", "crashed", "refused", "not built")
 
 
 def load() -> dict:
-    """What was measured: model type -> what it is, and its verdicts on each vLLM version."""
-    return json.loads(RESULTS.read_text()) if RESULTS.exists() else {"transformers": "", "models": {}}
+    """What was measured: model type -> what it is, and its verdicts on each pair of vLLM and Transformers."""
+    return json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
 
 
-def save(results: dict) -> None:
+def save(models: dict) -> None:
     """Write the results, and the table that they give."""
     DOCS.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
-    TABLE.write_text(table(results))
+    RESULTS.write_text(json.dumps(models, indent=1, sort_keys=True) + "\n")
+    TABLE.write_text(table(models))
 
 
-def table(results: dict) -> str:
-    """The documentation page of `results`."""
-    models = results["models"]
-    versions = sorted({version for model in models.values() for version in model["vllm"]}, key=_key)
-    parts = [INTRODUCTION.format(transformers=results["transformers"]), _counts(models, versions)]
-    parts += [_section(models, version) for version in reversed(versions)]
-    return "\n".join(parts)
+def table(models: dict) -> str:
+    """The documentation page: each vLLM with the newest Transformers that it was measured with."""
+    pairs = sorted({pair for model in models.values() for pair in model["vllm"]}, key=_key)
+    newest = {pair.partition("/")[0]: pair for pair in pairs}.values()
+    return "\n".join([INTRODUCTION, _counts(models, newest), *(_section(models, pair) for pair in reversed(newest))])
 
 
-def counts(models: dict, version: str, which: str) -> dict[str, int]:
+def counts(models: dict, pair: str, which: str) -> dict[str, int]:
     """Outcome -> how many types have it; `which` is `stock` or `plugin`."""
-    outcomes = [v[which] for model in models.values() if which in (v := model["vllm"].get(version, {}))]
+    outcomes = [v[which] for model in models.values() if which in (v := model["vllm"].get(pair, {}))]
     return {outcome: outcomes.count(outcome) for outcome in OUTCOMES}
 
 
-def _counts(models: dict, versions: list[str]) -> str:
-    lines = [_row("vLLM", "", *OUTCOMES), _row(*["---"] * (2 + len(OUTCOMES)))]
-    for version in versions:
+def _counts(models: dict, pairs: Iterable[str]) -> str:
+    lines = [_row("vLLM", "Transformers", "", *OUTCOMES), _row(*["---"] * (3 + len(OUTCOMES)))]
+    for pair in pairs:
         for which, name in (("stock", "alone"), ("plugin", "with the plugin")):
-            found = counts(models, version, which)
+            found = counts(models, pair, which)
             if any(found.values()):
-                lines.append(_row(version, name, *map(str, found.values())))
+                lines.append(_row(*pair.split("/"), name, *map(str, found.values())))
     return "\n".join([*lines, ""])
 
 
-def _section(models: dict, version: str) -> str:
-    lines = [f"## vLLM {version}", "", _row("model type", "head", "sink layers", "alone", "with the plugin", "reason")]
+def _section(models: dict, pair: str) -> str:
+    vllm, _, transformers = pair.partition("/")
+    lines = [f"## vLLM {vllm} with Transformers {transformers}", ""]
+    lines.append(_row("model type", "head", "sink layers", "alone", "with the plugin", "reason"))
     lines.append(_row(*["---"] * 6))
     for name, model in sorted(models.items()):
-        if found := model["vllm"].get(version):
+        if found := model["vllm"].get(pair):
             sinks = str(model["sinks"] or "")
             reason = found.get("reason", "").replace("|", "\\|")
             lines.append(_row(f"`{name}`", model["head"], sinks, found.get("stock", ""), found["plugin"], reason))
@@ -76,5 +78,5 @@ def _row(*cells: str) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _key(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split("."))
+def _key(pair: str) -> list[list[int]]:
+    return [[int(part) for part in version.split(".")] for version in pair.split("/")]
