@@ -5,7 +5,6 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -13,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 
 from overlay import overlay
 from support.jobs import PROMPTS
+from support.parity import differences
 from support.zygote import Zygote
 
 DEFAULT_VERSIONS = ["0.29.0", "0.34.0"]
@@ -87,11 +87,6 @@ def difference():
         sequences = [[*prompt, *new] for prompt, (new, _, _) in zip(PROMPTS, served, strict=True)]
         load = {"trust_remote_code": True} if engine.get("trust_remote_code") else {}
         expected = vllm.run("support.jobs:reference_rows", checkpoint=folder, sequences=sequences, **load)
-        prompt = decode = 0.0
-        for tokens, (_, decode_rows, prompt_rows), rows in zip(PROMPTS, served, expected, strict=True):
-            last = len(tokens) - 1
-            prompt = max(prompt, float(np.abs(prompt_rows - rows[:last]).max()))
-            decode = max(decode, float(np.abs(decode_rows - rows[last:-1]).max()))
-        return Difference(prompt, decode)
+        return Difference(*differences(served, expected))
 
     return compare

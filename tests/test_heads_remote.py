@@ -20,6 +20,13 @@ def test_bias_called_as_the_projection_s_is_not_that(vllm, checkpoint, differenc
     assert difference(vllm, folder, trust_remote_code=True) < CLOSE
 
 
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("scale", [1.0, 0.4])
+def test_projection_to_a_part_of_the_vocabulary(vllm, checkpoint, difference, scale, tied):
+    folder = checkpoint(vllm, "pruned_llama", "remote", scale=scale, tie_word_embeddings=tied)
+    assert difference(vllm, folder, trust_remote_code=True) < CLOSE
+
+
 @pytest.mark.parametrize(
     ("form", "message"),
     [

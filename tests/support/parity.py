@@ -83,6 +83,8 @@ def differences(served, expected) -> tuple[float, float]:
     prompt, decode = [], []
     for tokens, (_, decode_rows, prompt_rows), rows in zip(PROMPTS, served, expected, strict=True):
         last, size = len(tokens) - 1, decode_rows.shape[-1]
+        # A head may have no logit for tokens that are never predicted
+        rows = np.pad(rows, ((0, 0), (0, max(0, size - rows.shape[-1]))), constant_values=-np.inf)
         prompt.append(_largest(prompt_rows[:, :size], rows[:last]))
         decode.append(_largest(decode_rows, rows[last:-1]))
     return max(prompt), max(decode)

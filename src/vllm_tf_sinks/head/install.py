@@ -4,6 +4,7 @@
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import wraps
 from typing import Any
 
@@ -117,6 +118,8 @@ def _with_advice() -> Iterator[None]:
 def _install(model: Any, prefix: str) -> None:
     head, state = _head_of(model), state_of(model)
     state.is_tied = model._get_tie_word_embeddings()
+    if state.is_tied:  # the projection is then as wide as the embeddings, whatever the class built
+        head.projection.out_features = max(head.projection.out_features, model.text_config.vocab_size)
     if head.base_built_with.get("add_pooling_layer") is False and hasattr(model.model, "pooler"):
         model.model.pooler = None  # the ForCausalLM has none, and so no weights for it
     is_adapted = vllm_api.lora.has_adapters(model) and lora.take_adapters(model, head)
@@ -129,6 +132,8 @@ def _install(model: Any, prefix: str) -> None:
         return
     with hooks.telling_refusal(model, "head"), _with_advice():
         plan = classify(head, model.text_config.hidden_size)
+    if head.projection.out_features < model.text_config.vocab_size:
+        plan = replace(plan, kind=Kind.WHOLE)  # which pads logits to the vocabulary that the sampler counts on
     state.names = head_weights.Names(head, plan, state.is_tied, embedding)
     _fit_projection(model, head, prefix)
     if head_weights.materialise(head, plan, model.model_config.dtype, model.device_config.device):

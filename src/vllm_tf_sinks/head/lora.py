@@ -80,8 +80,9 @@ def with_prompt_rows(model: Any, compute_logits: Callable[..., Tensor | None]) -
 
     def compute_logits_with_adapters(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
         manager = getattr(model, "lora_manager", None)  # made once the model is loaded
-        mapping = None if manager is None else manager._last_mapping
-        if mapping is None or not _are_of_prompt(hidden_states, len(mapping.prompt_mapping)):
+        if manager is None or (mapping := manager._last_mapping) is None:
+            return compute_logits(hidden_states, *args, **kwargs)
+        if not _are_of_prompt(hidden_states, len(mapping.prompt_mapping)):
             return compute_logits(hidden_states, *args, **kwargs)
         first = hidden_states.storage_offset() // hidden_states.stride(0)
         adapters = mapping.index_mapping[first : first + len(hidden_states)]

@@ -43,11 +43,6 @@ def logits_function(model: Any, head: Head, plan: Plan) -> Callable[..., Tensor 
         return _elementwise(model, plan)
     if model.tp_group.world_size > 1 and not model.logits_processor.use_all_gather:
         raise HeadError(f"{head.name} needs all logits of a row, which this platform gathers on the first rank only.")
-    if head.projection.out_features < model.text_config.vocab_size:
-        raise HeadError(
-            f"{head.name} projects to {head.projection.out_features} logits, fewer than "
-            f"vocab_size={model.text_config.vocab_size}."
-        )
     return _whole(model, head, plan)
 
 

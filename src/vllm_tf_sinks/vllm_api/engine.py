@@ -141,9 +141,14 @@ def use_config_of_transformers(model_config: Any) -> None:
     name = CONFIG_MAPPING_NAMES.get(config.model_type)
     if name is None or not type(config).__module__.startswith("vllm."):
         return
-    fields = {field: value for field, value in config.to_dict().items() if value is not None}
+    cls = getattr(transformers, name)
+    fields = {
+        field: value
+        for field, value in config.to_dict().items()
+        if value is not None and not isinstance(getattr(cls, field, None), property)  # what the class works out itself
+    }
     fields.pop("auto_map", None)
-    model_config.hf_config = getattr(transformers, name).from_dict(fields)
+    model_config.hf_config = cls.from_dict(fields)
     model_config.hf_text_config = model_config.hf_config.get_text_config()
 
 
