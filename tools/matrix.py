@@ -2,9 +2,10 @@
 """Serve sink models, every kind of head and plain models on each supported version of vLLM.
 
     python tools/matrix.py               # all versions
-    python tools/matrix.py 0.27.1 0.33.0
+    python tools/matrix.py 0.27.1 0.34.0
+    python tools/matrix.py 0.32.0/5.25.0  # with another version of Transformers
 
-Prints a table and writes it to docs/versions.md. 0.33.0 is its Python on the kernels of 0.32.0.
+Prints a table and writes it to docs/versions.md.
 """
 
 import sys
@@ -22,7 +23,7 @@ from support.zygote import JobError, Zygote
 from tqdm import tqdm
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "versions.md"
-VERSIONS = ["0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0"]
+VERSIONS = ["0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0", "0.34.0"]
 TYPES = {
     "sinks": ["gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash", "deepseek_v4", "hy_v4"],
     "head scales": ["granite", "hyperclovax", "minicpm3"],
@@ -42,9 +43,9 @@ def main() -> None:
     print(table)
     PAGE.write_text(
         "# Versions\n\nThe largest difference of log-softmax rows from Hugging Face's, over a prompt and what was "
-        "generated after it; tiny random\ncheckpoints, float32, CPU. 0.33.0 is its Python on the kernels of 0.32.0. "
-        "Patches that are not applied are for what\nthat vLLM does itself. Written by `make matrix`.\n\n"
-        f"{table}\n"
+        "generated after it; tiny random\ncheckpoints, float32, CPU. 0.33.0 and 0.34.0 are their Python on the kernels "
+        "of 0.32.0; 0.34.0 runs model runner v2, whose\nTriton kernels are interpreted. Patches that are not applied "
+        f"are for what that vLLM does itself. Written by `make matrix`.\n\n{table}\n"
     )
     outcomes = {verdict.outcome for column in columns.values() for verdict in column.verdicts.values()}
     if faults := outcomes - {"right", "refused"}:
@@ -53,15 +54,17 @@ def main() -> None:
 
 @dataclass(frozen=True)
 class _Column:
-    """One version: how many patches are applied, and the verdict on each entry of TYPES."""
+    """One version: its Transformers, how many patches are applied, and the verdict on each entry of TYPES."""
 
+    transformers: str
     patches: str
     verdicts: dict[tuple[str, str], Verdict]
 
 
 def _column(version: str) -> _Column:
-    zygote = Zygote(version, overlay(version))
+    zygote = Zygote(version.partition("/")[0], overlay(version))
     try:
+        transformers = zygote.run("importlib.metadata:version", distribution_name="transformers")
         states = list(zygote.run("support.patching:states_after_import").values())
         if misfits := {"pending", "off", "does not fit"} & set(states):
             raise SystemExit(f"{version}: some patches are {' and '.join(misfits)}")
@@ -70,13 +73,14 @@ def _column(version: str) -> _Column:
             (what, name): _of_two_ranks(zygote, name) if what == RANKS else _of_one(zygote, name)
             for what, name in tqdm(entries, desc=version)
         }
-        return _Column(f"{states.count('applied')} of {len(states)}", verdicts)
+        return _Column(transformers, f"{states.count('applied')} of {len(states)}", verdicts)
     finally:
         zygote.close()
 
 
 def _table(columns: dict[str, _Column]) -> str:
     rows = [["", "model type", *columns], ["---", "---", *["---:"] * len(columns)]]
+    rows.append(["Transformers", "", *(column.transformers for column in columns.values())])
     rows.append(["patches applied", "", *(column.patches for column in columns.values())])
     for what, types in TYPES.items():
         rows += [[what, name, *(_cell(column.verdicts[what, name]) for column in columns.values())] for name in types]
