@@ -31,6 +31,7 @@ def init_with_head(original: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: Any, *, vllm_config: Any, prefix: str = "") -> None:
         vllm_api.attention.check_layer_names(vllm_config)
         vllm_api.engine.use_config_of_transformers(vllm_config.model_config)
+        vllm_api.engine.count_draft_layers(vllm_config.model_config)
         original(self, vllm_config=vllm_config, prefix=prefix)
         self.requires_grad_(False)  # or vLLM's in-place reload raises
         if _has_own_head(self):

@@ -152,6 +152,13 @@ def use_config_of_transformers(model_config: Any) -> None:
     model_config.hf_text_config = model_config.hf_config.get_text_config()
 
 
+def count_draft_layers(model_config: Any) -> None:
+    """Let a config whose number of draft layers is None say 0: vLLM up to 0.33 adds the number to another."""
+    text_config = model_config.hf_text_config
+    if getattr(text_config, "num_nextn_predict_layers", 0) is None:
+        text_config.num_nextn_predict_layers = 0
+
+
 def import_worker() -> None:
     """Import what a worker of this platform needs: slow, and free of tensor work."""
     import importlib
