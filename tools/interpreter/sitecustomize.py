@@ -12,8 +12,10 @@ from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when a kernel is defined
 
+import triton.language as tl
 from triton.backends import backends
 from triton.runtime import driver
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 
 class CPUDriver:
@@ -43,5 +45,30 @@ class CPUDriver:
         return torch.cpu
 
 
-backends["cpu"] = SimpleNamespace(driver=CPUDriver, compiler=None)
+class NoCompiler:
+    """What torch.compile asks a compiler for the key of its cache: kernels are interpreted, and compiled by none."""
+
+    def __init__(self, target: SimpleNamespace) -> None:
+        pass
+
+    @staticmethod
+    def supports_target(target: SimpleNamespace) -> bool:
+        return target.backend == "cpu"
+
+    def hash(self) -> str:
+        return "interpreted"
+
+
+create_splat = InterpreterBuilder.create_splat
+
+
+def create_splat_of_truth(builder: InterpreterBuilder, block: Any, scalar: TensorHandle) -> TensorHandle:
+    """A block filled with a scalar; a comparison's result keeps its type, which Triton 3.9 takes for its operands'."""
+    if scalar.data.dtype == bool:
+        scalar = TensorHandle(scalar.data, tl.int1)
+    return create_splat(builder, block, scalar)
+
+
+InterpreterBuilder.create_splat = create_splat_of_truth
+backends["cpu"] = SimpleNamespace(driver=CPUDriver, compiler=NoCompiler)
 driver.set_active(CPUDriver())
