@@ -18,7 +18,7 @@ def inspected(checkpoint: str, is_last_rank: bool = True, **engine) -> dict:
     """
     from vllm import LLM
     from vllm.distributed.parallel_state import GroupCoordinator
-    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+    from vllm.v1.worker.cpu_worker import CPUModelRunner
 
     load_model = CPUModelRunner.load_model
 

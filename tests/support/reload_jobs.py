@@ -52,9 +52,11 @@ def reloaded_in_place(checkpoint: str, other: str, fragment: str, **engine) -> d
     Returns:
         the rows of either, and whether the watched parameters and sinks of the kernels kept their memory.
     """
-    from vllm import LLM, _custom_ops
+    from vllm import LLM
+    from vllm.model_executor.layers import utils
 
-    _custom_ops._supports_onednn = False
+    operations = utils.cpu_ops if hasattr(utils, "cpu_ops") else utils.ops  # from vLLM 0.34, before
+    operations._supports_onednn = False
     source = LLM(other, **{**ENGINE, **engine})
     cold = rows_of(source)
     (weights,) = source.apply_model(
@@ -86,7 +88,7 @@ def woken_rows(checkpoint: str, other: str, level: int, **engine) -> list:
     """
     import torch
     from vllm import LLM
-    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+    from vllm.v1.worker.cpu_worker import CPUModelRunner
 
     made: list[torch.Tensor] = []
     load_model = CPUModelRunner.load_model
