@@ -4,6 +4,7 @@
 import numpy as np
 import pytest
 from support import jobs
+from support.comparison import furthest, references
 from support.feature_jobs import BUDGET, FP8, PROMPTS
 from support.zygote import JobError
 
@@ -14,22 +15,6 @@ DROPPED = 1.0  # at the least, without the sinks
 MODELS = {"gpt_oss": {"num_experts_per_tok": 4}, "granite_swa": {}}
 # Prompts have 5 to 70 tokens, so that these windows are shorter than all, than most and than one
 CASES = [("float32", 4), ("float32", 8), ("float32", 64), ("float16", 8), ("bfloat16", 8)]
-
-
-def reference(vllm, folder, served, dtype="float32"):
-    sequences = [[*prompt, *new] for prompt, new, *_ in served]
-    return vllm.run("support.jobs:reference_rows", checkpoint=folder, sequences=sequences, dtype=dtype)
-
-
-def furthest(served, expected) -> tuple[float, float]:
-    """The largest difference of log-softmax rows, of the prompts and of what was generated."""
-    prompts = decoded = 0.0
-    for (prompt, _, decode_rows, prompt_rows, _), rows in zip(served, expected, strict=True):
-        last = len(prompt) - 1
-        decoded = max(decoded, float(np.abs(decode_rows - rows[last:-1]).max()))
-        if prompt_rows is not None:
-            prompts = max(prompts, float(np.abs(prompt_rows - rows[:last]).max()))
-    return prompts, decoded
 
 
 @pytest.mark.parametrize(("dtype", "window"), CASES)
@@ -43,12 +28,12 @@ def test_chunks_prefix_hits_and_windows(vllm, checkpoint, name, dtype, window):
     assert [hits for *_, hits in served["cached"]] == [64, 32, 0, 0]
 
     runs = [*served["first"], *served["cached"], *served["dropped"]]
-    expected = reference(vllm, folder, runs)
+    expected = references(vllm, folder, runs)
     kept, dropped = slice(0, 2 * len(PROMPTS)), slice(2 * len(PROMPTS), None)
     tolerance = EXACT
     if dtype != "float32":
         # Hugging Face's own distance from float32; vLLM rounds as often, elsewhere
-        rounded = reference(vllm, folder, runs[kept], dtype)
+        rounded = references(vllm, folder, runs[kept], dtype)
         tolerance = 3 * max(np.abs(a - b).max() for a, b in zip(rounded, expected[kept], strict=True))
     assert tolerance < DROPPED
     assert max(furthest(runs[kept], expected[kept])) < tolerance

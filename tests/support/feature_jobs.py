@@ -22,8 +22,13 @@ FEATURES = {
 }
 
 
-def served(checkpoint: str, **engine) -> dict:
+def served(checkpoint: str, drop: str = "support.tampers:drop_sinks", **engine) -> dict:
     """What one engine gives for `PROMPTS`: first with prompt logprobs, then from its prefix cache, then without sinks.
+
+    Args:
+        checkpoint: folder of the model.
+        drop: `module:function` of the tests, which takes the sinks from the attention backend that serves.
+        engine: arguments of `LLM`.
 
     Returns:
         `first`, `cached` and `dropped`: for each prompt its tokens, the greedy continuation, the log-softmax
@@ -35,7 +40,7 @@ def served(checkpoint: str, **engine) -> dict:
     with _largest_step() as steps:
         llm = LLM(checkpoint, **{**ENGINE, **FEATURES, **engine})
         first, cached = _rows(llm, prompt_logprobs=-1), _rows(llm)
-        call("support.tampers:drop_sinks")
+        call(drop)
         llm.reset_prefix_cache()
         return {"first": first, "cached": cached, "dropped": _rows(llm), "largest_step": max(steps)}
 

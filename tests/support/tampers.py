@@ -4,15 +4,26 @@
 
 def drop_sinks() -> None:
     """Let the CPU kernel run without the sinks that its layer holds."""
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl as Impl
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
-    forward = Impl.forward
+    _run_without_sinks(CPUAttentionBackendImpl)
+
+
+def drop_triton_sinks() -> None:
+    """Let the Triton kernels run without the sinks that their layer holds."""
+    from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
+
+    _run_without_sinks(TritonAttentionImpl)
+
+
+def _run_without_sinks(impl: type) -> None:
+    forward = impl.forward
 
     def without_sinks(self, *args, **kwargs):
         self.sinks = None
         return forward(self, *args, **kwargs)
 
-    Impl.forward = without_sinks
+    impl.forward = without_sinks
 
 
 def refuse_sinks() -> None:
