@@ -19,12 +19,23 @@ def refusal_of_output_adapters(model: Any, vocabulary: int) -> str:
         return "LoRA adapts a multimodal model's language model only, and vLLM's lm_head is outside it"
     if vocabulary > LARGEST_VOCABULARY:
         return f"LoRA adapts no projection to more than {LARGEST_VOCABULARY} tokens"
-    if model.vllm_config.speculative_config is not None and model.vllm_config.use_v2_model_runner:
+    if model.vllm_config.speculative_config is not None and _counts_on_one_row(model.vllm_config):
         return "LoRA in vLLM's model runner v2 counts on one row a request, and speculative decoding has more"
     targets = model.vllm_config.lora_config.target_modules
     if targets is not None and "lm_head" not in targets:
         return f"this engine was started for adapters of {', '.join(targets)} only, lm_head not among them"
     return ""
+
+
+def _counts_on_one_row(vllm_config: Any) -> bool:
+    """Whether LoRA takes each request to have one row of logits, as in model runner v2 up to vLLM 0.33."""
+    import inspect
+
+    if not getattr(vllm_config, "use_v2_model_runner", True):  # vLLM 0.34 has no other
+        return False
+    from vllm.v1.worker.gpu.lora_utils import LoraState
+
+    return "num_logits" not in inspect.signature(LoraState.make_lora_inputs).parameters
 
 
 def with_output_embeddings(embedding_modules: Any, name: str) -> Any:
