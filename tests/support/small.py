@@ -114,6 +114,7 @@ INKLING2 = {
 
 # Only where the rules make no model, or one that leaves something out
 OTHERS: dict[str, dict] = {
+    "apertus1p5_text": {"output_vocab_size": VOCABULARY - 8},
     "bailing_hybrid": {
         "layer_types": ["linear_attention", "full_attention"],
         "expert_swiglu_limit_list": [0.0, 0.7],
