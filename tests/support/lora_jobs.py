@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Jobs about adapters: peft makes them and says what is right, vLLM serves several in one batch."""
 
+import inspect
 from pathlib import Path
 
 import numpy as np
@@ -79,19 +80,37 @@ def _greedy(model, prompt: list[int]) -> tuple[list[int], np.ndarray, np.ndarray
 
 def served_rows(checkpoint: str, adapters: list[str], **engine) -> list:
     """What `adapted_rows` returns, by one batch of one engine."""
+    return _rows(_engine(checkpoint, adapters, **engine), adapters)
+
+
+def _engine(checkpoint: str, adapters: list[str], **engine):
     from vllm import LLM
-    from vllm.lora.request import LoRARequest
 
     batch = {
         "max_loras": len(adapters),
         "max_num_seqs": 8,
         "max_num_batched_tokens": 16,  # the longest prompts are cut, and run beside requests that decode
     }
-    llm = LLM(checkpoint, **{**ENGINE, **LORA, **batch, **engine})
+    return LLM(checkpoint, **{**ENGINE, **LORA, **batch, **engine})
+
+
+def _rows(llm, adapters: list[str]) -> list:
+    from vllm.lora.request import LoRARequest
+
     choices = [LoRARequest(folder, number, folder) for number, folder in enumerate(adapters, 1)] + [None]
     requests = [(prompt, adapter) for adapter in choices for prompt in PROMPTS]
     rows = rows_of(llm, *map(list, zip(*requests, strict=True)))
     return [rows[i : i + len(PROMPTS)] for i in range(0, len(rows), len(PROMPTS))]
+
+
+def served_with_drafts(checkpoint: str, adapters: list[str], **engine) -> tuple[list, int]:
+    """What `served_rows` returns where n-grams are drafts, and the number of tokens that were drafted."""
+    drafts = {"method": "ngram", "prompt_lookup_max": 2, "prompt_lookup_min": 1, "num_speculative_tokens": 3}
+    options = {"speculative_config": drafts, "max_num_batched_tokens": 64, "disable_log_stats": False}
+    llm = _engine(checkpoint, adapters, **options, **engine)
+    rows = _rows(llm, adapters)
+    counts = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
+    return rows, counts["vllm:spec_decode_num_draft_tokens"]
 
 
 def served_by_two(checkpoint: str, adapters: list[str], **engine) -> list:
@@ -109,6 +128,13 @@ def projection(checkpoint: str, **engine) -> tuple[str, bool]:
         lambda model: (type(model.logits_processor).__name__, hasattr(model, "compute_logits_local"))
     )
     return answer
+
+
+def has_adapters_of_each_row() -> bool:
+    """Whether model runner v2 has an adapter for each row of logits, of which a request with drafts has several."""
+    from vllm.v1.worker.gpu.lora_utils import LoraState
+
+    return "num_logits" in inspect.signature(LoraState.make_lora_inputs).parameters
 
 
 def refusals() -> dict[str, str]:
