@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Is a model type served with Hugging Face's logprobs? A tiny checkpoint of it is served and compared."""
 
+import re
 import signal
 import tempfile
 import traceback
@@ -121,7 +122,7 @@ def _failure(error: Exception, when: str) -> tuple[str, str]:
     deliberate = isinstance(error, (ValueError, RuntimeError)) and (frame.line or "").startswith("raise ")
     if deliberate and when == "at load" and any(f"/{name}/" in frame.filename for name in RAISE_ON_PURPOSE):
         return "refused", _line(message)
-    where = frame.filename.rpartition("site-packages/")[2]
+    where = re.split(r"site-packages/|overlays/[^/]*/", frame.filename)[-1]
     return "crashed", f"{when}: {type(error).__name__}: {_line(message)} ({where}, {frame.name})"
 
 
