@@ -41,8 +41,9 @@ import sys
 
 def test_nothing():
     assert "vllm_tf_sinks.testing" in sys.modules
-    assert not {"torch", "transformers", "vllm", "numpy"} & set(sys.modules)
+    assert not {slow!r} & set(sys.modules)
 """
+SLOW = {"torch", "transformers", "vllm", "numpy"}
 
 
 def pytest_on(file, environment):
@@ -59,7 +60,11 @@ def test_entry_point():
 
 def test_costs_nothing_unused(vllm, tmp_path):
     file = tmp_path / "test_unused.py"
-    file.write_text(UNUSED)
+    program = "import sys; print(*sys.modules)"  # Triton's interpreter, where it is installed, is imported at once
+    bare = subprocess.run([sys.executable, "-c", program], env=vllm.environment, capture_output=True, text=True)
+    slow = SLOW - set(bare.stdout.split())
+    assert SLOW - slow <= {"numpy"}
+    file.write_text(UNUSED.format(slow=slow))
     printed, status = pytest_on(file, vllm.environment)
     assert status == 0, printed
 
