@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sinks in vLLM's Triton attention kernels, as GPUs run them, here in Triton's interpreter."""
 
-import numpy as np
 import pytest
-from support.comparison import furthest, references
+from support.comparison import from_hugging_face, furthest, references
 from support.feature_jobs import BUDGET
 from support.tp_jobs import ENV
 
@@ -62,26 +61,23 @@ def test_drafts(vllm, checkpoint):
     """Several tokens of a request are decoded at once."""
     folder = checkpoint(vllm, "gpt_oss")
     loop = vllm.run("support.speculation_jobs:looping_prompt", checkpoint=folder)
-    config = {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-    found = vllm.run(
-        TRITON,
-        runs="support.speculation_jobs:speculated",
-        checkpoint=folder,
-        speculative_config=config,
-        prompts=[loop],
-    )
-    assert found["accepted"] > 0
-    ((new_tokens, decode_rows, prompt_rows),) = found["rows"]
-    (expected,) = vllm.run("support.jobs:reference_rows", checkpoint=folder, sequences=[[*loop, *new_tokens]])
-    assert np.abs(np.concatenate([prompt_rows, decode_rows]) - expected[:-1]).max() < EXACT
+    drafts = {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+
+    def serve(**options):
+        run = {"runs": "support.speculation_jobs:speculated", "checkpoint": folder, "prompts": [loop], **options}
+        found = vllm.run(TRITON, speculative_config=drafts, **run)
+        return found["accepted"], from_hugging_face(vllm, folder, found["rows"], [loop])
+
+    accepted, difference = serve()
+    assert accepted > 0
+    assert difference < EXACT
+    assert serve(has_sinks=False)[1] > DROPPED
 
 
 def test_sinks_that_are_loaded_into_a_running_engine(vllm, checkpoint):
     first, second = (checkpoint(vllm, "granite_swa", seed=seed) for seed in (0, 1))
-    found = vllm.run(
-        TRITON, runs="support.reload_jobs:reloaded_in_place", checkpoint=first, other=second, fragment="sinks"
-    )
+    job = "support.reload_jobs:reloaded_in_place"
+    found = vllm.run(TRITON, runs=job, checkpoint=first, other=second, fragment="sinks")
     assert found["same_memory"]
-    for (cold_tokens, *cold), (warm_tokens, *warm) in zip(found["cold"], found["warm"], strict=True):
-        assert cold_tokens == warm_tokens
-        assert max(np.abs(a - b).max() for a, b in zip(cold, warm, strict=True)) < EXACT
+    assert from_hugging_face(vllm, second, found["warm"]) < EXACT
+    assert from_hugging_face(vllm, first, found["warm"]) > DROPPED
