@@ -88,7 +88,6 @@ def test_refused_as_by_the_engine(vllm, checkpoint, name, change, message):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("aria_text", "AriaExperts of AriaTextModel keeps its weights transposed"),
         ("jetmoe", "with 4 key-value heads, vLLM with 2"),
         ("longcat_flash", "has 6 experts, of which 4 compute something"),
         ("mamba", "vLLM itself refuses it"),
@@ -102,6 +101,17 @@ def test_refused_when_vllm_has_made_its_layers(vllm, tmp_path, name, message):
     assert message in report["reasons"][0]
     status, report = inspect(vllm, str(tmp_path), env=OFF)
     assert status == 3 if "vLLM itself" in report["reasons"][0] else 1
+
+
+def test_experts_that_keep_their_weights_transposed(vllm, tmp_path):
+    vllm.run("support.small:build", model_type="aria_text", folder=str(tmp_path))
+    status, report = inspect(vllm, str(tmp_path))
+    if vllm.run("support.cli_jobs:reads_layout_of_experts"):
+        assert (status, report["outcome"]) == (0, "right")
+        return
+    assert (status, report["outcome"]) == (3, "refused")
+    assert "AriaExperts of AriaTextModel keeps its weights transposed" in report["reasons"][0]
+    assert inspect(vllm, str(tmp_path), env=OFF)[0] == 1
 
 
 def test_longest_context(vllm, checkpoint):

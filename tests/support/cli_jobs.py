@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Commands run in a fork of a zygote, where vLLM is imported already."""
 
+import inspect
 import tempfile
 from contextlib import redirect_stdout
 
@@ -34,3 +35,10 @@ def with_tokenizer(name: str, folder: str, **changes) -> str:
     words.pre_tokenizer = Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="127").save_pretrained(folder)
     return folder
+
+
+def reads_layout_of_experts() -> bool:
+    """Whether vLLM serves experts whose weights are kept transposed, as it does from 0.33."""
+    from vllm.model_executor.models.transformers.moe import MoEMixin
+
+    return "is_transposed" in inspect.getsource(MoEMixin.recursive_replace)
