@@ -2,8 +2,7 @@
 """Every causal LM class of Transformers: the head alone equals the class fed the same hidden states, or is refused."""
 
 import pytest
-from overlay import overlay
-from support.zygote import JobError, Zygote
+from support.zygote import JobError
 
 CLOSE = 1e-5
 
@@ -20,16 +19,14 @@ KINDS = {"projection only", "elementwise", "whole"}  # and none that has to be r
 
 
 @pytest.fixture(scope="module")
-def census():
-    """The kind and difference of each class, or the error. They are the same on every vLLM."""
-    zygote = Zygote("0.32.0", overlay("0.32.0"))
+def census(vllm):
+    """The kind and difference of each class, or the error. They differ with Transformers, and not with vLLM."""
     found = {}
-    for model_type, name in zygote.run("support.census:classes"):
+    for model_type, name in vllm.run("support.census:classes"):
         try:
-            found[model_type, name] = zygote.run("support.census:check", model_type=model_type, name=name)
+            found[model_type, name] = vllm.run("support.census:check", model_type=model_type, name=name)
         except JobError as error:
             found[model_type, name] = str(error)
-    zygote.close()
     return found
 
 
