@@ -11,18 +11,21 @@ PLUGIN, STOCK = "1", "0"
 RIGHT = {
     "gemma3_text": "its attention ignores the soft cap that vLLM reads from its config",
     "granitemoe": "it scales its logits",
-    "hy_v3": "its router has a bias and a scale that vLLM does not find",
+    "laguna": "its router has a bias and its experts a scale that vLLM does not find",
     "phimoe": "its router inherits from nn.Linear",
 }
 REFUSED = {
-    "aria_text": r"AriaExperts of AriaTextModel keeps its weights transposed",
     "axk2": r"AXK2Model does not run as vLLM calls it, without an attention mask and a cache: TypeError",
     "doge": r"DogeAttention of DogeModel passes an attention mask of its own",
     "git": r"GitForCausalLM' is not compatible|GitForCausalLM knows attention classes of its own only",
     "jetmoe": r"JetMoeAttention of JetMoeModel computes layer 0 with 4 key-value heads, vLLM with 2",
-    "longcat_flash": r"LongcatFlashExperts of LongcatFlashModel has 6 experts, of which 4 compute something",
     "minimax_m3_vl_text": r"MiniMaxM3VLExperts of MiniMaxM3VLTextModel has another activation",
     "zaya": r"ZayaModel keeps a convolution's state and a recurrent state between tokens",
+}
+# Right on newer versions of vLLM or of Transformers, refused on older ones
+RIGHT_OR_REFUSED = {
+    "aria_text": r"AriaExperts of AriaTextModel keeps its weights transposed",
+    "longcat_flash": r"LongcatFlashExperts of LongcatFlashModel has 6 experts, of which 4 compute something",
 }
 
 
@@ -38,6 +41,14 @@ def test_refused_by_name(vllm, name):
     found = check(vllm, name, False, [PLUGIN])
     assert found[PLUGIN]["outcome"] == "refused", found
     assert_matches(REFUSED[name], found[PLUGIN]["reason"])
+
+
+@pytest.mark.parametrize("name", RIGHT_OR_REFUSED)
+def test_right_or_refused_by_name(vllm, name):
+    found = check(vllm, name, False, [PLUGIN])
+    if found[PLUGIN]["outcome"] != "right":
+        assert found[PLUGIN]["outcome"] == "refused", found
+        assert_matches(RIGHT_OR_REFUSED[name], found[PLUGIN]["reason"])
 
 
 def test_window_that_the_mask_does_not_have(vllm):
