@@ -20,7 +20,7 @@ demo: setup
 
 test: lint
 	@$(PYTHON) tools/overlay.py $(VLLM)
-	$(PYTHON) -m pytest -n 2 -o cache_dir=.cache/pytest $(VLLM:%=--vllm %)
+	$(PYTHON) -m pytest -n 2 --dist worksteal -o cache_dir=.cache/pytest $(VLLM:%=--vllm %)
 
 lint: setup
 	$(PYTHON) -m ruff check $(CODE)

@@ -16,10 +16,10 @@ def measure(lab: Lab) -> Section:
 
 
 def _after_start(lab: Lab) -> Line:
-    same = lab.vllm(lab.older).run("benchmarks.attention:is_stock", checkpoint=lab.empty("GraniteSWA"))
+    same = lab.vllm(lab.older).run("benchmarks.attention:is_upstream", checkpoint=lab.empty("GraniteSWA"))
     return Line(
         f"attention of a sink model on vLLM {lab.older}, after start-up",
-        "stock",
+        "upstream",
         "nothing measurable",
         "the same function" if same else "another function",
         "",
@@ -33,7 +33,7 @@ def _guard(lab: Lab) -> Line:
     found = lab.vllm(lab.older).run("benchmarks.attention:samples", **sizes)
     here, peer = found[HERE], found[PEER]
     return Line(
-        "a call of attention that stays guarded, as a rehearsal did not show it; the kernel stubbed out",
+        "a call of attention that stays guarded, because the dry run did not show it; the kernel stubbed out",
         "the same without guard",
         "",
         f"{here.text('.2f', 1e6)} us",
@@ -43,7 +43,7 @@ def _guard(lab: Lab) -> Line:
     )
 
 
-def is_stock(checkpoint: str) -> bool:
+def is_upstream(checkpoint: str) -> bool:
     """A job: whether the attention function that a model calls is vLLM's own."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
     from vllm import LLM
@@ -59,7 +59,7 @@ def samples(blocks: int, calls: int) -> dict[str, Sample]:
 
     from torch import nn
 
-    from vllm_tf_sinks.sinks.guards import guard_attention
+    from vllm_tf_sinks.attention.sink_checks import guard_attention
 
     module = nn.Module()
     module.layer_idx = 0

@@ -22,8 +22,8 @@ from typing import Any
 from tqdm import tqdm
 
 from benchmarks.report import markdown
-from vllm_tf_sinks import parity, testing
-from vllm_tf_sinks.zygote import JobError, Zygote
+from vllm_tf_sinks.parity import compare, pytest_plugin
+from vllm_tf_sinks.parity.fork_server import ForkServer, JobError
 
 ROOT = Path(__file__).resolve().parent.parent
 DTYPES = ("bfloat16", "float32")
@@ -54,13 +54,13 @@ SMALL = Sizes(128, 2, 512, {"hidden_size": 128, "intermediate_size": 256, "num_h
 class Bench:
     """One run of this file."""
 
-    def __init__(self, device: str, sizes: Sizes, scratch: Path, zygote: Zygote) -> None:
+    def __init__(self, device: str, sizes: Sizes, scratch: Path, fork_server: ForkServer) -> None:
         """Make the checkpoints."""
-        self.device, self.sizes, self.zygote = device, sizes, zygote
+        self.device, self.sizes, self.fork_server = device, sizes, fork_server
         self.small, self.big = str(scratch / "parity"), str(scratch / "throughput")
-        zygote.run("benchmarks.gpu:make", is_small=sizes is SMALL, parity=self.small, throughput=self.big)
-        self.backends: list[str] = zygote.run("benchmarks.gpu:backends", device=device)
-        self.references: dict[str, parity.Reference] = {}
+        fork_server.run("benchmarks.gpu:make", is_small=sizes is SMALL, parity=self.small, throughput=self.big)
+        self.backends: list[str] = fork_server.run("benchmarks.gpu:backends", device=device)
+        self.references: dict[str, compare.Reference] = {}
 
     def steps(self) -> Iterator[Step]:
         """In the order of what they are worth, should the time run out."""
@@ -83,15 +83,19 @@ class Bench:
     def sinks(self, backend: str) -> list[Row]:
         """The sinks that the kernels read."""
         options = {"dtype": DTYPES[0], "checkpoint": self.small, **self.engine(backend), "enforce_eager": True}
-        return [[f"sinks after loading, {backend}", self.zygote.run("benchmarks.gpu:sinks_after_loading", **options)]]
+        return [
+            [f"sinks after loading, {backend}", self.fork_server.run("benchmarks.gpu:sinks_after_loading", **options)]
+        ]
 
     def parity(self, backend: str, dtype: str) -> list[Row]:
         """Logprobs against Hugging Face eager in the same dtype, plugin on."""
         if dtype not in self.references:
-            job = "vllm_tf_sinks.answers:answer_with_hugging_face"
-            self.references[dtype] = self.zygote.run(job, model=self.small, dtype=dtype)
+            job = "vllm_tf_sinks.parity.logprobs:hugging_face_logprobs"
+            self.references[dtype] = self.fork_server.run(job, model=self.small, dtype=dtype)
         engine = {"dtype": dtype, **self.engine(backend)}
-        run = parity.serve(self.zygote, parity.ON, self.small, self.references[dtype], parity.TOLERANCES[dtype], engine)
+        run = compare.run_vllm(
+            self.fork_server, compare.ON, self.small, self.references[dtype], compare.TOLERANCES[dtype], engine
+        )
         what = f"parity, {backend}, {dtype}"
         if run.comparison is None:
             return [[what, _refused(run.reason)]]
@@ -103,7 +107,7 @@ class Bench:
     def throughput(self, name: str) -> list[Row]:
         """Output tokens a second of a Granite in bfloat16."""
         sizes = self.sizes
-        tokens = self.zygote.run(
+        tokens = self.fork_server.run(
             "benchmarks.gpu:output_tokens",
             {"VLLM_TF_SINKS": "0" if name == "plugin off" else "1"},
             checkpoint=self.big,
@@ -121,7 +125,7 @@ def make(is_small: bool, parity: str, throughput: str) -> None:
     """A job: a small GraniteSWA with weights, and the config of a larger Granite."""
     from transformers import GraniteConfig, GraniteSWAConfig
 
-    from vllm_tf_sinks.answers import random_checkpoint
+    from vllm_tf_sinks.parity.logprobs import random_checkpoint
 
     sizes = SMALL if is_small else FULL
     heads = {"num_attention_heads": max(4, sizes.hidden // 64), "num_key_value_heads": max(2, sizes.hidden // 128)}
@@ -138,7 +142,7 @@ def make(is_small: bool, parity: str, throughput: str) -> None:
 
 def backends(device: str) -> list[str]:
     """A job: attention backends to try; FlashInfer in any case, whose refusal is a result too."""
-    from vllm_tf_sinks.vllm_api.attention import backends_with_sinks
+    from vllm_tf_sinks.compat.attention import backends_with_sinks
 
     found = backends_with_sinks()
     return found if device == "cpu" or "FLASHINFER" in found else [*found, "FLASHINFER"]
@@ -150,7 +154,7 @@ def sinks_after_loading(checkpoint: str, **engine: Any) -> str:
     from safetensors.torch import load_file
     from vllm import LLM
 
-    from vllm_tf_sinks.vllm_api.attention import attention_layers
+    from vllm_tf_sinks.compat.attention import attention_layers
 
     saved = load_file(Path(checkpoint) / "model.safetensors")
 
@@ -202,7 +206,7 @@ def _refused(reason: str) -> str:
 
 def _environment(device: str) -> dict[str, str]:
     settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-    return {**os.environ, **settings, **(testing.SETTINGS if device == "cpu" else {}), "PYTHONPATH": str(ROOT)}
+    return {**os.environ, **settings, **(pytest_plugin.SETTINGS if device == "cpu" else {}), "PYTHONPATH": str(ROOT)}
 
 
 def measured(steps: Iterable[Step], minutes: float) -> list[Row]:
@@ -231,11 +235,11 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=8, help="stop in time for this (%(default)s)")
     options = parser.parse_args()
     imports = ("transformers", "vllm.entrypoints.llm", "vllm.v1.engine.llm_engine")
-    with tempfile.TemporaryDirectory() as scratch, Zygote(_environment(options.device), imports) as zygote:
-        bench = Bench(options.device, SMALL if options.small else FULL, Path(scratch), zygote)
+    with tempfile.TemporaryDirectory() as scratch, ForkServer(_environment(options.device), imports) as fork_server:
+        bench = Bench(options.device, SMALL if options.small else FULL, Path(scratch), fork_server)
         rows = measured(bench.steps(), options.minutes)
     print(markdown(["what", "result"], rows))
-    return int(any(parity.DIFFERS in result or "not the checkpoint's" in result for _, result in rows))
+    return int(any(compare.DIFFERS in result or "not the checkpoint's" in result for _, result in rows))
 
 
 if __name__ == "__main__":

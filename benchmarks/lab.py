@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from vllm_tf_sinks import testing
-from vllm_tf_sinks.zygote import Zygote
+from vllm_tf_sinks.parity import pytest_plugin
+from vllm_tf_sinks.parity.fork_server import ForkServer
 
 ROOT = Path(__file__).resolve().parent.parent
 for _folder in ("tools", "examples"):
@@ -99,21 +99,23 @@ class Lab(ExitStack):
     def __init__(self, sizes: Sizes, scratch: Path, newer: str = NEWER, older: str = OLDER) -> None:
         super().__init__()
         self.sizes, self.scratch, self.newer, self.older = sizes, scratch, newer, older
-        self._zygotes: dict[str, Zygote] = {}
+        self._fork_servers: dict[str, ForkServer] = {}
 
-    def vllm(self, version: str) -> Zygote:
+    def vllm(self, version: str) -> ForkServer:
         """A process with this version of vLLM, ready to fork."""
-        if version not in self._zygotes:
-            zygote = Zygote(self.environment(version), testing.IMPORTS, "vllm_tf_sinks.testing:warm")
-            self._zygotes[version] = self.enter_context(zygote)
-        return self._zygotes[version]
+        if version not in self._fork_servers:
+            fork_server = ForkServer(
+                self.environment(version), pytest_plugin.IMPORTS, "vllm_tf_sinks.parity.pytest_plugin:warm"
+            )
+            self._fork_servers[version] = self.enter_context(fork_server)
+        return self._fork_servers[version]
 
     def environment(self, version: str) -> dict[str, str]:
         """All environment variables of a process with this version of vLLM."""
         before = [str(path)] if (path := overlay(version)) else []
         return {
             **{name: value for name, value in os.environ.items() if not name.startswith("VLLM_")},
-            **testing.SETTINGS,
+            **pytest_plugin.SETTINGS,
             "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),
             "HF_HUB_OFFLINE": "1",
             "VLLM_CACHE_ROOT": str(ROOT / ".cache" / "benchmarks" / "vllm"),
@@ -145,7 +147,7 @@ def make_smollm2(name: str) -> str:
 
 def make_tiny(name: str, folder: str) -> str:
     """A job."""
-    from vllm_tf_sinks.answers import random_checkpoint
+    from vllm_tf_sinks.parity.logprobs import random_checkpoint
 
     if not Path(folder).exists():
         random_checkpoint(_config({"llama": "Llama", "granite": "Granite", "granite_swa": "GraniteSWA"}[name]), folder)

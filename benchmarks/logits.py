@@ -11,7 +11,7 @@ from benchmarks.report import Line, Section, Table
 LIMIT = 30e-6
 Samples = dict[int, dict[str, Sample]]  # number of rows -> what is timed -> seconds
 
-HERE, PEER, BARE, WRITTEN = "here", "peer", "bare", "as written"
+HERE, PEER, BARE, EAGER = "here", "peer", "bare", "eager"
 DUMMY = {
     "max_num_batched_tokens": 64,
     "load_format": "dummy",
@@ -33,20 +33,20 @@ def measure(lab: Lab) -> Section:
     for vocabulary in sizes.vocabularies[-2:]:
         section.lines += _elementwise(lab, vocabulary, scaled[vocabulary])
     transformed = _run(lab, "ModernBertDecoder", sizes.rows, hidden_size=min(768, sizes.hidden))
-    section.lines += _transform(transformed)
+    section.lines += _full(transformed)
     section.tables += [
         _growth(scaled),
-        _whole_calls(lab),
-        _against_as_written(scaled[sizes.vocabularies[0]], transformed),
+        _calls_in_full(lab),
+        _against_eager(scaled[sizes.vocabularies[0]], transformed),
     ]
     return section
 
 
 def _projection_only(lab: Lab) -> Line:
-    same = lab.vllm(lab.newer).run("benchmarks.logits:is_stock", checkpoint=lab.empty("Llama"))
+    same = lab.vllm(lab.newer).run("benchmarks.logits:is_upstream", checkpoint=lab.empty("Llama"))
     return Line(
         "`compute_logits`, a head that is a projection only (Llama)",
-        "stock",
+        "upstream",
         "the same function",
         "the same function" if same else "another function",
         "",
@@ -68,10 +68,10 @@ def _elementwise(lab: Lab, vocabulary: int, samples: Samples) -> list[Line]:
     ]
 
 
-def _transform(samples: Samples) -> list[Line]:
+def _full(samples: Samples) -> list[Line]:
     return [
         _line(
-            f"`compute_logits`, transform head (ModernBERT decoder), {rows} rows, bfloat16; projection stubbed out",
+            f"`compute_logits`, full head (ModernBERT decoder), {rows} rows, bfloat16; projection stubbed out",
             "the same operations by hand",
             each[HERE],
             each[PEER],
@@ -98,7 +98,7 @@ def _growth(scaled: dict[int, Samples]) -> Table:
     return Table("An elementwise head by rows and vocabulary, bfloat16, one core, projection stubbed out", head, rows)
 
 
-def _whole_calls(lab: Lab) -> Table:
+def _calls_in_full(lab: Lab) -> Table:
     """With the true projection, whose noise is far larger than what the head adds."""
     vocabulary = lab.sizes.vocabularies[len(lab.sizes.vocabularies) // 2]
     samples = _run(lab, "Granite", lab.sizes.rows, stubbed=False, hidden_size=lab.sizes.hidden, vocab_size=vocabulary)
@@ -110,13 +110,13 @@ def _whole_calls(lab: Lab) -> Table:
     return Table(f"Whole calls, {lab.sizes.hidden} to {vocabulary:,}, bfloat16, all cores", head, rows)
 
 
-def _against_as_written(scaled: Samples, transformed: Samples) -> Table:
+def _against_eager(scaled: Samples, transformed: Samples) -> Table:
     rows = [
-        [kind, str(number), *(each[name].text(".0f", 1e6) for name in (PEER, HERE, WRITTEN))]
+        [kind, str(number), *(each[name].text(".0f", 1e6) for name in (PEER, HERE, EAGER))]
         for kind, samples in (("Granite", scaled), ("ModernBERT decoder", transformed))
         for number, each in samples.items()
     ]
-    head = ["head", "rows", "peer, us", "here, us", "the ForCausalLM class as written, us"]
+    head = ["head", "rows", "peer, us", "here, us", "the ForCausalLM class run eagerly, us"]
     return Table("What flattening spares, projection stubbed out", head, rows)
 
 
@@ -127,7 +127,7 @@ def _run(lab: Lab, kind: str, rows: tuple[int, ...], stubbed: bool = True, **con
     return lab.vllm(lab.newer).run("benchmarks.logits:samples", checkpoint=folder, rows=rows, stubbed=stubbed, **sizes)
 
 
-def is_stock(checkpoint: str) -> bool:
+def is_upstream(checkpoint: str) -> bool:
     """A job: whether a model's `compute_logits` is the function of vLLM's class."""
     from vllm import LLM
     from vllm.model_executor.models.transformers.causal import CausalMixin
@@ -156,15 +156,17 @@ def samples(checkpoint: str, rows: tuple[int, ...], stubbed: bool, blocks: int, 
 def _samples_of(model: Any, rows: int, stubbed: bool, blocks: int, calls: int) -> dict[str, Sample]:
     import torch
 
-    from vllm_tf_sinks.head.classify import as_written
-    from vllm_tf_sinks.head.run import logits_function
+    from vllm_tf_sinks.lm_head.classify import eager_spec
+    from vllm_tf_sinks.lm_head.run import logits_function
+    from vllm_tf_sinks.model_state import state_of
 
     hidden = torch.randn(rows, model.text_config.hidden_size, dtype=torch.bfloat16)
     logits = torch.zeros(rows, model.lm_head.weight.shape[0], dtype=torch.bfloat16)  # stays zero under any scale
     functions = {HERE: model.compute_logits, **_peers(model)}
     if stubbed:
         model.lm_head.quant_method = Stub(logits)
-        functions[WRITTEN] = logits_function(model, model.own_head, as_written(model.own_head))
+        head = state_of(model).head
+        functions[EAGER] = logits_function(model, head, eager_spec(head))
         use_one_core()
     runs = {name: lambda f=f: seconds_a_call(f, hidden, calls=calls) for name, f in functions.items()}
     with torch.inference_mode():

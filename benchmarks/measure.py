@@ -33,7 +33,7 @@ class Sample:
         return low, high
 
     def __sub__(self, other: "Sample") -> "Sample":
-        """Differences within a round: what the whole machine does in a round falls out."""
+        """Differences within a round, which a change of the machine's speed between rounds does not affect."""
         return Sample(tuple(a - b for a, b in zip(self.values, other.values, strict=True)))
 
     def __truediv__(self, other: "Sample") -> "Sample":
@@ -73,7 +73,7 @@ def use_one_core() -> None:
 
 
 def in_turn(runs: Mapping[str, Callable[[], float]], rounds: int, title: str = "") -> dict[str, Sample]:
-    """What each of `runs` returns in each of `rounds`; every other round goes backwards, so that drift falls out.
+    """What each of `runs` returns in each of `rounds`; every other round goes backwards, so that a drift cancels.
 
     Args:
         title: of a progress bar; none is shown without.

@@ -92,10 +92,10 @@ def _engine(lab: Lab) -> Line:
 
 def _starts(lab: Lab, folder: str, title: str, engine: dict[str, Any]) -> list[Sample]:
     """Seconds with the plugin on and off."""
-    zygote = lab.vllm(lab.newer)
+    fork_server = lab.vllm(lab.newer)
 
     def run(env: dict[str, str]) -> float:
-        return zygote.run("benchmarks.startup:start", env, checkpoint=folder, **engine)
+        return fork_server.run("benchmarks.startup:start", env, checkpoint=folder, **engine)
 
     runs = {"on": lambda: run(ON), "off": lambda: run(OFF)}
     return list(in_turn(runs, lab.sizes.rounds, title).values())
@@ -129,8 +129,8 @@ def build(layers: int, hidden: int) -> float:
     import torch
     from transformers import GraniteConfig, GraniteModel
 
-    from vllm_tf_sinks.head.build import build_head, causal_lm_class
-    from vllm_tf_sinks.head.classify import classify
+    from vllm_tf_sinks.lm_head.build import build_head, causal_lm_class
+    from vllm_tf_sinks.lm_head.classify import classify
 
     config = GraniteConfig(
         num_hidden_layers=layers, hidden_size=hidden, vocab_size=49_152, logits_scaling=8.0, pad_token_id=0

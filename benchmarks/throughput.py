@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens a second, prefill and decode, against native models, stock sinks and models without either."""
+"""Tokens a second, prefill and decode, against native models, upstream sinks and models without either."""
 
 import statistics
 import time

@@ -105,7 +105,7 @@ def compare(model: str, make: Callable[[Path], checkpoints.Made], version: str, 
             patched.wait()
         for answered_by, server in ((ALONE, alone), (PATCHED, patched)):
             with step(answered_by):
-                answers = [server.ask(prompt, NEW_TOKENS) for prompt in reference.prompts]
+                answers = [server.call(prompt, NEW_TOKENS) for prompt in reference.prompts]
                 off = torch.cat([reference.differences(answer) for answer in answers])
             rows.append(Row(model, version, answered_by, off.mean().item(), off.max().item(), answers[0].text))
     return [*rows, Row(model, "", "Hugging Face", 0, 0, reference.text)]

@@ -61,7 +61,7 @@ class Server:
                 time.sleep(0.5)
         raise RuntimeError(f"vllm serve did not come up (exit status {self.process.poll()})")
 
-    def ask(self, prompt: str, new_tokens: int) -> Answer:
+    def call(self, prompt: str, new_tokens: int) -> Answer:
         """The greedy answer to a prompt."""
         client = openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none")
         choice = client.completions.create(

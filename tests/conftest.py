@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One zygote a vLLM version, checkpoints made once a session, and the comparison with Hugging Face."""
+"""One fork_server a vLLM version, checkpoints made once a session, and the comparison with Hugging Face."""
 
 import sys
 from dataclasses import dataclass
@@ -11,9 +11,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 
 from overlay import overlay
+from support.fork_server import ForkServer
 from support.jobs import PROMPTS
 from support.parity import differences
-from support.zygote import Zygote
 
 DEFAULT_VERSIONS = ["0.29.0", "0.34.0"]
 
@@ -30,24 +30,24 @@ def pytest_generate_tests(metafunc):
 
 @pytest.fixture(scope="session")
 def vllm(request):
-    """A zygote of one vLLM version."""
-    zygote = Zygote(request.param.partition("/")[0], overlay(request.param))
-    yield zygote
-    zygote.close()
+    """A fork_server of one vLLM version."""
+    fork_server = ForkServer(request.param.partition("/")[0], overlay(request.param))
+    yield fork_server
+    fork_server.close()
 
 
 @pytest.fixture(scope="session")
-def vllm_zygote(vllm):
+def vllm_fork_server(vllm):
     """Has `logprob_parity` run on each version under test."""
     return vllm
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
-    """Make a checkpoint, once for the same arguments: `checkpoint(zygote, "gpt_oss", logits_scaling=2)`."""
+    """Make a checkpoint, once for the same arguments: `checkpoint(fork_server, "gpt_oss", logits_scaling=2)`."""
     made: dict[str, str] = {}
 
-    def make(vllm: Zygote, name: str, builder: str = "build", **changes) -> str:
+    def make(vllm: ForkServer, name: str, builder: str = "build", **changes) -> str:
         key = repr((name, builder, sorted(changes.items())))
         job = builder if ":" in builder else f"support.checkpoints:{builder}"
         if key not in made:
@@ -74,10 +74,10 @@ class Difference:
 
 @pytest.fixture(scope="session")
 def difference():
-    """Serve a checkpoint and compare all log-softmax rows with Hugging Face: `difference(zygote, folder)`."""
+    """Serve a checkpoint and compare all log-softmax rows with Hugging Face: `difference(fork_server, folder)`."""
 
     def compare(
-        vllm: Zygote,
+        vllm: ForkServer,
         folder: str,
         env: dict[str, str] | None = None,
         job: str = "support.jobs:served_rows",

@@ -9,7 +9,7 @@ from importlib.metadata import entry_points
 
 import pytest
 
-from vllm_tf_sinks.patches.catalogue import CATALOGUE
+from vllm_tf_sinks.patches.table import PATCHES
 
 
 def doctor(vllm, env=None, **job):
@@ -30,7 +30,7 @@ def test_sound_environment(vllm):
     assert all(report["versions"][name] for name in ("python", "torch", "transformers", "vllm-tf-sinks"))
     assert report["variable"]["value"] == "1"
     assert report["loaded"]["yes"]
-    assert [row["name"] for row in report["patches"]] == [patch.name for patch in CATALOGUE]
+    assert [row["name"] for row in report["patches"]] == [patch.name for patch in PATCHES]
     assert {row["state"] for row in report["patches"]} <= {"applied", "not needed"}
     assert all(row["reason"] for row in report["patches"])
     assert (report["device"], report["attention_backends"]) == ("CPU", ["CPU_ATTN"])
@@ -40,7 +40,7 @@ def test_text_fits_its_width_and_names_everything(vllm):
     status, printed = vllm.run("support.cli_jobs:command", env={"COLUMNS": "80"}, arguments=["doctor"])
     assert status == 0
     assert max(map(len, printed.splitlines())) <= 80
-    for word in (vllm.version, "VLLM_TF_SINKS", "VLLM_PLUGINS", "CPU_ATTN", *(patch.name for patch in CATALOGUE)):
+    for word in (vllm.version, "VLLM_TF_SINKS", "VLLM_PLUGINS", "CPU_ATTN", *(patch.name for patch in PATCHES)):
         assert word in printed
 
 
@@ -49,7 +49,7 @@ def test_text_fits_its_width_and_names_everything(vllm):
     [
         ({"VLLM_PLUGINS": ""}, "VLLM_PLUGINS='' does not name tf_sinks", "Unset VLLM_PLUGINS"),
         ({"VLLM_PLUGINS": "lora"}, "VLLM_PLUGINS='lora' does not name tf_sinks", "lora,tf_sinks"),
-        ({"VLLM_TF_SINKS": "yes"}, "VLLM_TF_SINKS='yes' is not a value it takes. Use one of 1: ", "does not start"),
+        ({"VLLM_TF_SINKS": "yes"}, "VLLM_TF_SINKS='yes' is not a valid value. Use one of 1: ", "does not start"),
     ],
 )
 def test_setting_that_keeps_the_plugin_away(vllm, env, what, do):

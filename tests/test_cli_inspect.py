@@ -6,7 +6,7 @@ import json
 import pytest
 from packaging.version import Version
 from support.checkpoints import HEADS
-from test_heads import STOCK_IS_RIGHT
+from test_heads import UPSTREAM_IS_RIGHT
 
 OFF = {"VLLM_TF_SINKS": "0"}
 
@@ -20,17 +20,17 @@ def inspect(vllm, folder, *arguments, env=None):
 
 @pytest.mark.parametrize("name", HEADS)
 def test_heads(vllm, checkpoint, name):
-    """The verdict on stock vLLM is that of test_heads, which serves the same checkpoints."""
+    """The verdict on upstream vLLM is that of test_heads, which serves the same checkpoints."""
     folder = checkpoint(vllm, name, tie_word_embeddings=False)
     status, report = inspect(vllm, folder, "--max-model-len", "128")
     assert (status, report["outcome"], report["reasons"]) == (0, "right", [])
     faults = [fault for fault in report["alone"] if "sink" not in fault]
-    is_right = name in STOCK_IS_RIGHT and (name != "gpt_neox" or Version(vllm.version) >= Version("0.32"))
+    is_right = name in UPSTREAM_IS_RIGHT and (name != "gpt_neox" or Version(vllm.version) >= Version("0.32"))
     assert (not faults) == is_right, faults
     assert report["features"]["LoRA on the head"].startswith("yes")
     assert report["features"]["pipeline parallel"].startswith("yes")
     assert report["features"]["batch-sharded sampling"] == (
-        "no: the head needs whole rows of logits" if report["head"]["kind"].startswith("whole") else "yes"
+        "no: the head needs all logits of a row" if report["head"]["kind"].startswith("full") else "yes"
     )
 
 
@@ -89,7 +89,7 @@ def test_refused_as_by_the_engine(vllm, checkpoint, name, change, message):
     ("name", "message"),
     [
         ("jetmoe", "with 4 key-value heads, vLLM with 2"),
-        ("longcat_flash", "has 6 experts, of which 4 compute something"),
+        ("longcat_flash", "has 6 experts, of which only 4 have weights"),
         ("mamba", "vLLM itself refuses it"),
         ("minimax", "ayer 1"),
     ],
@@ -118,7 +118,7 @@ def test_longest_context(vllm, checkpoint):
     folder = checkpoint(vllm, "roberta")
     status, report = inspect(vllm, folder)
     assert (status, len(report["reasons"])) == (3, 1)
-    assert "set --max-model-len 255" in report["reasons"][0]
+    assert "Set --max-model-len 255" in report["reasons"][0]
     assert inspect(vllm, folder, "--max-model-len", "255")[0] == 0
 
 
@@ -131,7 +131,8 @@ def test_heads_that_do_not_divide(vllm, checkpoint):
 def test_plugin_that_is_off_and_needed(vllm, checkpoint):
     status, report = inspect(vllm, checkpoint(vllm, "granite"), env=OFF)
     assert (status, report["outcome"]) == (1, "wrong")
-    assert "VLLM_TF_SINKS=0 leaves to vLLM what it gives wrong logprobs" in report["reasons"][0]
+    assert "VLLM_TF_SINKS=0 turns off the part of the plugin that this model needs" in report["reasons"][0]
+    assert "vLLM gives wrong logprobs" in report["reasons"][0]
     assert inspect(vllm, checkpoint(vllm, "bert"), env=OFF)[0] == 3
     assert inspect(vllm, checkpoint(vllm, "llama"), env=OFF)[0] == 0
 
@@ -143,7 +144,7 @@ def test_text(vllm, checkpoint):
     assert max(map(len, printed.splitlines())) <= 80
     assert "layers     3 of 3" in printed
     assert "parameter  model.layers.*.self_attn.sinks" in printed
-    assert printed.endswith("Served with Hugging Face's logprobs.\n")
+    assert printed.endswith("vLLM serves it with Hugging Face's logprobs.\n")
 
 
 def test_no_such_model(vllm, tmp_path):

@@ -10,8 +10,8 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 
-from vllm_tf_sinks import parity
 from vllm_tf_sinks.cli import main, verify
+from vllm_tf_sinks.parity import compare
 
 SMALL = '{"kv_cache_memory_bytes": 67108864}'
 
@@ -19,7 +19,7 @@ SMALL = '{"kv_cache_memory_bytes": 67108864}'
 @pytest.fixture
 def run(vllm, monkeypatch, capsys):
     """Run verify, its jobs in forks of a process that has imported vLLM: status and output."""
-    monkeypatch.setattr(verify, "Zygote", lambda environment: nullcontext(vllm))
+    monkeypatch.setattr(verify, "ForkServer", lambda environment: nullcontext(vllm))
 
     def run_verify(folder, *arguments):
         status = main(["verify", folder, "--new-tokens", "4", "--engine-args", SMALL, *arguments])
@@ -77,9 +77,9 @@ def test_reference_in_a_process_of_its_own(checkpoint, vllm, tmp_path):
     command += ["verify", folder, "--new-tokens", "2", "--save-reference", str(saved)]
     done = subprocess.run(command, env=vllm.environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    reference = parity.Reference.load(saved)
-    assert [len(answer.tokens) for answer in reference.answers] == [26] * 4
-    assert all(answer.logprobs.shape == (25, 1) for answer in reference.answers)
+    reference = compare.Reference.load(saved)
+    assert [len(answer.tokens) for answer in reference.sequences] == [26] * 4
+    assert all(answer.logprobs.shape == (25, 1) for answer in reference.sequences)
 
 
 @pytest.mark.parametrize(
@@ -91,20 +91,20 @@ def test_reference_in_a_process_of_its_own(checkpoint, vllm, tmp_path):
     ],
 )
 def test_what_cannot_be_read(capsys, monkeypatch, tmp_path, arguments, message):
-    monkeypatch.setattr(verify, "Zygote", lambda environment: nullcontext())
+    monkeypatch.setattr(verify, "ForkServer", lambda environment: nullcontext())
     filled = [argument.format(missing=tmp_path / "missing") for argument in arguments]
     assert main(["verify", str(tmp_path), *filled]) == 1
     assert message in capsys.readouterr().err
 
 
 def answer(tokens, prompt_length, logprobs, best):
-    return parity.Answer(tokens, prompt_length, np.array(logprobs)[:, None], np.array(best))
+    return compare.SequenceLogprobs(tokens, prompt_length, np.array(logprobs)[:, None], np.array(best))
 
 
 def test_statistics():
     reference = answer([5, 6, 7, 8], 2, [-1.0, -2.0, -3.0], [6, 7, 9])
     served = answer([5, 6, 7, 8], 2, [-1.5, -2.0, np.nan], [6, 7, -1])
-    comparison = parity.compare([reference], [served])
+    comparison = compare.compare([reference], [served])
     prompt, decode = comparison.statistics(False), comparison.statistics(True)
     assert (prompt.mean, prompt.largest, prompt.compared, prompt.greedy) == (0.5, 0.5, 1, 1)
     assert (decode.mean, decode.compared, decode.of, decode.greedy) == (0.0, 1, 2, 1)
@@ -116,14 +116,14 @@ def test_statistics():
 def test_what_is_not_known_does_not_agree():
     reference = answer([5, 6, 7], 2, [-1.0, -2.0], [6, 7])
     served = answer([5, 6, 7], 2, [-1.0, np.nan], [6, 3])
-    assert not parity.compare([reference], [served]).agrees(1.0)
+    assert not compare.compare([reference], [served]).agrees(1.0)
 
 
 def test_one_large_difference_does_not_hide_in_the_mean():
     tokens = list(range(1001))
     far = [-1.0] * 999 + [-1.5]
     reference = answer(tokens, 500, [-1.0] * 1000, tokens[1:])
-    comparison = parity.compare([reference], [answer(tokens, 500, far, tokens[1:])])
+    comparison = compare.compare([reference], [answer(tokens, 500, far, tokens[1:])])
     assert comparison.statistics(True).mean < 1e-2
     assert not comparison.agrees(1e-2)
 
@@ -131,17 +131,17 @@ def test_one_large_difference_does_not_hide_in_the_mean():
 def test_excluded_tokens_are_equal():
     """Rows of a head that excludes tokens hold -inf on both sides."""
     row = np.array([[-np.inf, -1.0, -2.0]])
-    one = parity.Answer([1, 2], 1, row, np.array([1]))
-    assert parity.compare([one], [one]).difference.tolist() == [0.0]
+    one = compare.SequenceLogprobs([1, 2], 1, row, np.array([1]))
+    assert compare.compare([one], [one]).difference.tolist() == [0.0]
 
 
 def test_saved_reference_is_read_back(tmp_path):
     answers = [answer([5, 6, 7], 2, [-1.0, -2.0], [6, 7]), answer([1, 2], 1, [-3.0], [0])]
-    reference = parity.Reference("model", "bfloat16", answers, [["a", "b", "c"], ["d", "e"]])
+    reference = compare.Reference("model", "bfloat16", answers, [["a", "b", "c"], ["d", "e"]])
     reference.save(tmp_path / "file")
-    read = parity.Reference.load(tmp_path / "file")
+    read = compare.Reference.load(tmp_path / "file")
     assert (read.model, read.dtype, read.words) == (reference.model, reference.dtype, reference.words)
-    for one, other in zip(read.answers, answers, strict=True):
+    for one, other in zip(read.sequences, answers, strict=True):
         assert (one.tokens, one.prompt_length) == (other.tokens, other.prompt_length)
         assert (one.logprobs == other.logprobs).all()
         assert (one.best == other.best).all()

@@ -3,7 +3,7 @@
 
 import pytest
 from support.checkpoints import CONFIGS
-from support.zygote import JobError
+from support.fork_server import JobError
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from overlay import overlay
-from support.zygote import SETTINGS
+from support.fork_server import SETTINGS
 
-from vllm_tf_sinks.vllm_api.engine import TESTED
+from vllm_tf_sinks.compat.engine import TESTED
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"

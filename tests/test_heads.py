@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models served by real vLLM with their own head give Hugging Face's logprobs, and do not with the plugin off."""
 
+import re
+
 import pytest
 from support.checkpoints import HEADS
-from support.zygote import JobError
+from support.fork_server import JobError
 
 CLOSE = 1e-4
 WRONG = 1e-2
 OFF = {"VLLM_TF_SINKS": "sinks"}
 
-# Stock vLLM is right about these: a plain projection (gpt_neox: from 0.32), or a scale or cap in the field it knows
+# Upstream vLLM is right about these: a plain projection (gpt_neox: from 0.32), or a scale or cap in the field it knows
 PROJECTIONS = {"llama", "opt", "phi", "gpt_neox"}
-STOCK_IS_RIGHT = PROJECTIONS | {"cohere", "cohere_compass_text", "gemma2", "gemma3_text", "nanochat", "vaultgemma"}
+UPSTREAM_IS_RIGHT = PROJECTIONS | {"cohere", "cohere_compass_text", "gemma2", "gemma3_text", "nanochat", "vaultgemma"}
+NO_PLACE = r"There is no module or parameter named '(cls|decoder|embed_out|generator_lm_head|lm_head\.decoder)'"
+REFUSALS = {"hyperclovax": r"argument of type 'NoneType' is not iterable"}  # by vLLM's config class, up to 0.31
 ENVIRONMENT = {"minicpm3": {"VLLM_MLA_DISABLE": "1"}}  # the CPU's MLA kernels take no float32
 
 
@@ -27,13 +31,15 @@ def test_logprobs_are_wrong_without_the_head(vllm, checkpoint, difference, name)
     folder = checkpoint(vllm, name, tie_word_embeddings=False)
     environment = ENVIRONMENT.get(name, {})
     try:
-        stock = difference(vllm, folder, env={**environment, **OFF})
-    except JobError:  # stock vLLM does not load it
+        upstream = difference(vllm, folder, env={**environment, **OFF})
+    except JobError as error:
+        if not re.search(REFUSALS.get(name, NO_PLACE), error.error):
+            raise
         return
-    if name not in STOCK_IS_RIGHT:
-        assert stock > WRONG
+    if name not in UPSTREAM_IS_RIGHT:
+        assert upstream > WRONG
     else:
-        assert stock < CLOSE
-    if name in STOCK_IS_RIGHT - PROJECTIONS:
+        assert upstream < CLOSE
+    if name in UPSTREAM_IS_RIGHT - PROJECTIONS:
         tamper = "support.tampers:take_every_head_for_a_projection"
         assert difference(vllm, folder, env=environment, tamper=tamper) > WRONG

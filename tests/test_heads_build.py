@@ -2,7 +2,7 @@
 """What building a model's head costs, leaves alone, and puts where."""
 
 import pytest
-from support.zygote import JobError
+from support.fork_server import JobError
 
 
 def test_projection_only_keeps_the_stock_path(vllm, checkpoint):
@@ -22,15 +22,15 @@ def test_transform_has_weights_of_its_own(vllm, checkpoint):
 
 
 def test_batch_sharded_sampling(vllm, checkpoint):
-    """An elementwise head has local logits where vLLM can use them, and a whole head never."""
-    elementwise, whole = (
+    """An elementwise head has local logits where vLLM can use them, and a full head never."""
+    elementwise, full = (
         vllm.run("support.head_jobs:inspected", checkpoint=checkpoint(vllm, name))
         for name in ("granite", "modernbert-decoder")
     )
     can = tuple(int(part) for part in vllm.version.split(".")) >= (0, 29)
     assert elementwise["local_agrees"] is (True if can else None)
-    assert whole["local_agrees"] is None
-    assert elementwise["shape_of_no_rows"] == whole["shape_of_no_rows"] == (0, 128)
+    assert full["local_agrees"] is None
+    assert elementwise["shape_of_no_rows"] == full["shape_of_no_rows"] == (0, 128)
 
 
 def test_head_is_no_second_compiled_model(vllm, checkpoint):

@@ -2,7 +2,7 @@
 """Every causal LM class of Transformers: the head alone equals the class fed the same hidden states, or is refused."""
 
 import pytest
-from support.zygote import JobError
+from support.fork_server import JobError
 
 CLOSE = 1e-5
 
@@ -15,7 +15,7 @@ REFUSED = {
 }
 NEEDS_TIMM = {"Gemma3nForConditionalGeneration"}
 
-KINDS = {"projection only", "elementwise", "whole"}  # and none that has to be run as written
+KINDS = {"projection only", "elementwise", "full"}  # and none that has to be run eagerly
 
 
 @pytest.fixture(scope="module")

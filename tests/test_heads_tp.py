@@ -59,7 +59,7 @@ def test_batch_that_is_sampled_in_shares_has_the_models_head(checkpoint, vllm, i
     assert min(shared) >= NEW_TOKENS
 
 
-def test_batch_of_a_whole_head_is_sampled_as_a_whole(checkpoint, vllm, in_shares):
+def test_batch_of_a_full_head_is_sampled_as_a_whole(checkpoint, vllm, in_shares):
     shared, difference = in_shares(checkpoint(vllm, "modernbert-decoder", tie_word_embeddings=False))
     assert difference < CLOSE
     assert shared == [None, None]

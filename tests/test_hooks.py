@@ -6,11 +6,12 @@ from importlib.metadata import EntryPoint
 from types import ModuleType
 
 import pytest
+from support.fork_server import JobError
 from support.jobs import PROMPTS
-from support.zygote import JobError
 
 from vllm_tf_sinks import hookimpl
-from vllm_tf_sinks.hooks import PROJECT, Decision, HookError, Plugins
+from vllm_tf_sinks.errors import HookError
+from vllm_tf_sinks.hooks import PROJECT, Decision, Plugins
 
 EXACT = 1e-5
 BUILD = "support.hook_jobs:tinted_llama"
@@ -39,7 +40,9 @@ def test_example_makes_its_model_right(vllm, tinted):
 
 
 def test_without_the_example_its_model_is_refused(vllm, tinted):
-    with pytest.raises(JobError, match=r"TintedLlamaAttention\.forward passes the sink .* what the method is called"):
+    with pytest.raises(
+        JobError, match=r"TintedLlamaAttention\.forward passes the sink .* depends on arguments of the method"
+    ):
         vllm.run("support.jobs:served_rows", checkpoint=tinted, trust_remote_code=True)
 
 
@@ -66,29 +69,29 @@ PARAMETER, OTHER = object(), object()
 
 def test_nobody_answers():
     silent = plugin("silent", attention_sink=lambda module: None)
-    assert Plugins().ask("attention_sink", module=1) is None
-    assert Plugins([silent]).ask("attention_sink", module=1) is None
+    assert Plugins().call("attention_sink", module=1) is None
+    assert Plugins([silent]).call("attention_sink", module=1) is None
 
 
 def test_answer_names_its_plugin():
     plugins = Plugins(
         [plugin("one", attention_sink=lambda module: PARAMETER), plugin("two", output_head=lambda: OTHER)]
     )
-    answer = plugins.ask("attention_sink", module=1)
+    answer = plugins.call("attention_sink", module=1)
     assert (answer.plugin, answer.value) == ("one", PARAMETER)
     assert plugins.names == ["one", "two"]
 
 
 def test_same_answer_twice_is_no_conflict():
     both = [plugin(name, attention_sink=lambda module: PARAMETER) for name in ("one", "two")]
-    assert Plugins(both).ask("attention_sink", module=1).value is PARAMETER
+    assert Plugins(both).call("attention_sink", module=1).value is PARAMETER
 
 
 def test_conflicting_answers_name_both_plugins():
     one = plugin("one", attention_sink=lambda module: PARAMETER)
     two = plugin("two", attention_sink=lambda module: OTHER)
-    with pytest.raises(HookError, match=r"Plugins 'one' and 'two' .* answer attention_sink differently"):
-        Plugins([one, two]).ask("attention_sink", module=1)
+    with pytest.raises(HookError, match=r"hook plugins 'one' and 'two' return different values for attention_sink"):
+        Plugins([one, two]).call("attention_sink", module=1)
 
 
 def fail(*_):
@@ -108,8 +111,8 @@ def fail(*_):
 def test_broken_plugin_is_left_out(broken, why):
     asked = []
     plugins = Plugins([broken, plugin("sound", attention_sink=lambda module: asked.append(module) or PARAMETER)])
-    assert plugins.ask("attention_sink", module=1).plugin == "sound"
-    assert plugins.ask("attention_sink", module=2).plugin == "sound"
+    assert plugins.call("attention_sink", module=1).plugin == "sound"
+    assert plugins.call("attention_sink", module=2).plugin == "sound"
     assert asked == [1, 2]
     assert why in plugins.broken["broken"]
     assert plugins.names == ["sound"]
@@ -123,6 +126,6 @@ def test_broken_observer_is_left_out():
     ]
     plugins = Plugins(observers)
     for outcome in ("one", "two"):
-        plugins.tell(Decision("Model", "head", outcome))
+        plugins.notify(Decision("Model", "head", outcome))
     assert [decision.outcome for decision in told] == ["one", "two"]
     assert list(plugins.broken) == ["broken"]

@@ -3,8 +3,8 @@
 
 import numpy as np
 import pytest
+from support.fork_server import JobError
 from support.tp_jobs import ENV
-from support.zygote import JobError
 
 CLOSE = 1e-4
 DISTINCT = 0.05

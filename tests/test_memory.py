@@ -9,7 +9,7 @@ CONSTANTS = 64  # bytes of numbers that torch makes tensors of
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "stock", "hidden_states"),
+    ("name", "dtype", "upstream", "hidden_states"),
     [
         ("granite", "float32", "stock_scale", 0),
         ("granite", "bfloat16", "stock_scale", 0),
@@ -18,7 +18,7 @@ CONSTANTS = 64  # bytes of numbers that torch makes tensors of
         ("warped_llama", "bfloat16", "stock_cap", 8),
     ],
 )
-def test_peak_of_a_long_prompt(vllm, checkpoint, name, dtype, stock, hidden_states):
+def test_peak_of_a_long_prompt(vllm, checkpoint, name, dtype, upstream, hidden_states):
     fields = {"vocab_size": VOCABULARY, "tie_word_embeddings": False}
     engine = {"dtype": dtype}
     if name == "warped_llama":
@@ -28,4 +28,4 @@ def test_peak_of_a_long_prompt(vllm, checkpoint, name, dtype, stock, hidden_stat
     found = vllm.run("support.memory_jobs:peaks", checkpoint=folder, rows=ROWS, **engine)
     assert found["logits"] == ROWS * VOCABULARY * (2 if dtype == "bfloat16" else 4)
     assert found["head"] <= found["logits"] + hidden_states * found["hidden"] + CONSTANTS
-    assert found["head"] <= found[stock]
+    assert found["head"] <= found[upstream]

@@ -3,7 +3,7 @@
 
 import pytest
 from support.comparison import from_hugging_face
-from support.zygote import JobError
+from support.fork_server import JobError
 
 CLOSE = 1e-4
 
@@ -29,9 +29,9 @@ def test_both_work(vllm, checkpoint, plugin, order):
 
 
 REFUSED = {
-    "predict_tokens": r"needs logits, but another plugin lets LogitsProcessor give torch\.int32 numbers.*=sinks",
-    "wrap_compute_logits": r"GraniteForCausalLM computes its own logits, and would pass over the compute_logits that "
-    r"support\.plugin_jobs has put into TransformersForCausalLM.*=sinks",
+    "predict_tokens": r"needs logits, but another plugin lets LogitsProcessor return torch\.int32 values.*=sinks",
+    "wrap_compute_logits": r"GraniteForCausalLM needs a compute_logits of its own, but support\.plugin_jobs has "
+    r"already replaced the one of TransformersForCausalLM.*=sinks",
 }
 
 

@@ -3,8 +3,8 @@
 
 import numpy as np
 import pytest
+from support.fork_server import JobError
 from support.jobs import PROMPTS
-from support.zygote import JobError
 
 CLOSE = 1e-2  # a sum that differs in its last bit may round an input the other way: one step of 255
 WRONG = 1.0
@@ -82,7 +82,7 @@ def test_projection_tied_to_quantised_embeddings_is_refused(vllm, checkpoint):
 
 def test_quantised_layer_before_the_projection_is_refused(vllm, quantised):
     folder = quantised("modernbert-decoder", {"tie_word_embeddings": False}, r"dense", ["Linear"], ["decoder"])
-    with pytest.raises(JobError, match=r"lm_head\.dense\.weight_scale, which ModernBertDecoderForCausalLM has not"):
+    with pytest.raises(JobError, match=r"lm_head\.dense\.weight_scale, but ModernBertDecoderForCausalLM does not"):
         vllm.run("support.jobs:served_rows", checkpoint=folder)
 
 

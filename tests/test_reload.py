@@ -3,7 +3,7 @@
 
 import numpy as np
 import pytest
-from support.zygote import JobError
+from support.fork_server import JobError
 
 JOBS = "support.reload_jobs"
 SAME = 1e-5

@@ -2,7 +2,7 @@
 """VLLM_TF_SINKS: its five values, and how vLLM is told of it."""
 
 import pytest
-from support.zygote import JobError
+from support.fork_server import JobError
 
 from vllm_tf_sinks.settings import VALUES, VARIABLE, read_settings
 
@@ -32,7 +32,7 @@ def test_values(value, groups, strict):
 
 @pytest.mark.parametrize("value", ["2", "true", "on", "sinks,head"])
 def test_another_value_names_the_five(value):
-    with pytest.raises(ValueError, match=f"VLLM_TF_SINKS='{value}' is not a value it takes") as raised:
+    with pytest.raises(ValueError, match=f"VLLM_TF_SINKS='{value}' is not a valid value") as raised:
         read_settings({VARIABLE: value})
     assert list(VALUES) == FIVE
     assert all(f"{name}: " in str(raised.value) for name in FIVE)

@@ -2,7 +2,7 @@
 """Sink models served by real vLLM give Hugging Face's logprobs, and do not when the sinks are dropped."""
 
 import pytest
-from support.zygote import JobError
+from support.fork_server import JobError
 
 EXACT = 1e-5
 DROPPED = 0.05
@@ -39,9 +39,9 @@ HIDDEN = r"in {}\n(.|\n)*Hidden passes a sink \(s_aux\) to Attention|does not di
         ),
         (
             "computed",
-            r"Computed\.forward passes the sink 'offset'.*what the method is called with \(hidden_states\)",
+            r"Computed\.forward passes the sink 'offset'.*it depends on arguments of the method \(hidden_states\)",
         ),
-        ("hidden", HIDDEN.format("leave_guard")),
+        ("hidden", HIDDEN.format("remove_guard")),
     ],
 )
 def test_sink_that_is_no_parameter_is_refused(vllm, checkpoint, form, message):
@@ -50,9 +50,9 @@ def test_sink_that_is_no_parameter_is_refused(vllm, checkpoint, form, message):
         vllm.run("support.jobs:served_rows", checkpoint=folder, trust_remote_code=True)
 
 
-def test_sink_that_no_rehearsal_showed_is_refused_at_the_first_forward(vllm, checkpoint):
+def test_sink_that_no_dry_run_showed_is_refused_at_the_first_forward(vllm, checkpoint):
     folder = checkpoint(vllm, "offset_llama", "remote", sink_form="hidden")
-    serve = {"checkpoint": folder, "trust_remote_code": True, "tamper": "support.tampers:rehearse_nothing"}
+    serve = {"checkpoint": folder, "trust_remote_code": True, "tamper": "support.tampers:dry_run_nothing"}
     with pytest.raises(JobError, match=HIDDEN.format("_model_forward")):
         vllm.run("support.jobs:served_rows", **serve)
 

@@ -6,7 +6,7 @@ import pytest
 from support import jobs
 from support.comparison import furthest, references
 from support.feature_jobs import BUDGET, FP8, PROMPTS
-from support.zygote import JobError
+from support.fork_server import JobError
 
 EXACT = 5e-5  # float32, over prompts of 70 tokens
 DROPPED = 1.0  # at the least, without the sinks
@@ -41,7 +41,7 @@ def test_chunks_prefix_hits_and_windows(vllm, checkpoint, name, dtype, window):
 
 
 def test_reload_of_float16_renews_the_sinks(vllm, checkpoint):
-    """The CPU kernel takes no float16 sinks, and stock vLLM drops, rejects or casts them once, never again."""
+    """The CPU kernel takes no float16 sinks, and upstream vLLM drops, rejects or casts them once, never again."""
     first, second = (checkpoint(vllm, "gpt_oss", seed=seed) for seed in (0, 1))
     cold = vllm.run("support.jobs:served_rows", checkpoint=second, dtype="float16")
 
@@ -101,7 +101,7 @@ def fp8_differences(vllm, checkpoint, kv_cache_dtype, tamper="") -> list[float]:
 
 @pytest.mark.parametrize(("name", "architecture"), [("gpt_oss", "GptOssForCausalLM"), ("llama", "LlamaForCausalLM")])
 def test_cache_that_the_cpu_misreads_is_refused(vllm, checkpoint, difference, name, architecture):
-    ours = f"{architecture} would be wrong with kv_cache_dtype=float16.* as torch.float32"
+    ours = f"{architecture} would get wrong logprobs with kv_cache_dtype=float16.* as torch.float32"
     with pytest.raises(JobError, match=REFUSED_BY_VLLM if refuses_mismatched_caches(vllm) else ours):
         difference(vllm, checkpoint(vllm, name), kv_cache_dtype="float16")
 

@@ -3,7 +3,7 @@
 
 import pytest
 from support.checkpoints import SIZES
-from support.zygote import JobError
+from support.fork_server import JobError
 
 EXACT = 1e-5
 DROPPED = 0.05
@@ -73,9 +73,9 @@ def test_switched_off_it_is_stock_vllm_to_the_bit(vllm, checkpoint):
     folder = checkpoint(vllm, "gpt_oss")
     serve = {"job": "support.jobs:served_rows", "checkpoint": folder, "dtype": "bfloat16"}
     off = run(vllm, env={"VLLM_TF_SINKS": "0"}, **serve)
-    stock = run(vllm, env={"VLLM_PLUGINS": "none-such"}, **serve)
-    assert_same(off, stock)
-    if number(vllm) < (0, 30):  # stock drops the sinks
+    upstream = run(vllm, env={"VLLM_PLUGINS": "none-such"}, **serve)
+    assert_same(off, upstream)
+    if number(vllm) < (0, 30):  # upstream drops the sinks
         on = run(vllm, **serve)
         assert abs(on[0][2] - off[0][2]).max() > DROPPED
 
@@ -159,10 +159,10 @@ def test_pipeline_rank_has_the_sinks_of_its_layers(vllm):
     assert vllm.run("support.sink_jobs:finds", case="pipeline") == [(module, 1, f"{module}.sinks")]
 
 
-@pytest.mark.parametrize("tamper", ["", "support.tampers:rehearse_nothing"])
-def test_attention_is_guarded_only_where_rehearsal_did_not_show_its_calls(vllm, checkpoint, tamper):
+@pytest.mark.parametrize("tamper", ["", "support.tampers:dry_run_nothing"])
+def test_attention_is_guarded_only_where_the_dry_run_did_not_show_its_calls(vllm, checkpoint, tamper):
     called = vllm.run("support.sink_jobs:attention_function", checkpoint=checkpoint(vllm, "gpt_oss"), tamper=tamper)
-    assert called == ("guarded" if tamper and number(vllm) < (0, 30) else "stock")
+    assert called == ("guarded" if tamper and number(vllm) < (0, 30) else "upstream")
 
 
 # Refused
@@ -185,7 +185,7 @@ def test_attention_that_is_not_ordinary_is_refused(vllm, checkpoint, changes, me
 
 
 def test_two_modules_with_sinks_in_one_layer_are_refused(vllm):
-    message = r"one\.layers\.0\.self_attn.*other\.layers\.0\.self_attn.*layer 0"
+    message = r"one\.layers\.0\.self_attn.*other\.layers\.0\.self_attn have the same layer_idx 0"
     with pytest.raises(JobError, match=message):
         vllm.run("support.sink_jobs:finds", case="collision")
 
@@ -211,7 +211,7 @@ def test_decode_context_parallel_is_refused(vllm, checkpoint):
 def test_no_attention_backend_takes_sinks(vllm, checkpoint, tamper, reason):
     message = (
         r"SinkError: Attention layer \S*0\S*attn cannot be built with its sink "
-        rf"model\.layers\.0\.self_attn\.sinks.*{reason}.*Attention backends that take sinks:.*CPU_ATTN"
+        rf"model\.layers\.0\.self_attn\.sinks.*{reason}.*Choose an attention backend that takes sinks: CPU_ATTN"
     )
     with pytest.raises(JobError, match=message):
         vllm.run(

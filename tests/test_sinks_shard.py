@@ -2,7 +2,7 @@
 """A rank's slice of a sink: the heads of its queries, loaded from the whole tensor of the checkpoint."""
 
 import pytest
-from support.zygote import JobError
+from support.fork_server import JobError
 
 JOB = "support.shard_jobs:place"
 

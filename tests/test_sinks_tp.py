@@ -2,8 +2,8 @@
 """Sinks over two real workers: each rank's heads get their own."""
 
 import pytest
+from support.fork_server import JobError
 from support.tp_jobs import ENV
-from support.zygote import JobError
 
 EXACT = 1e-5
 DROPPED = 0.05

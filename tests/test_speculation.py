@@ -3,8 +3,8 @@
 
 import numpy as np
 import pytest
+from support.fork_server import JobError
 from support.jobs import PROMPTS
-from support.zygote import JobError
 
 SPECULATED = "support.speculation_jobs:speculated"
 CLOSE = 1e-4
@@ -55,7 +55,7 @@ def test_draft_with_a_head_of_its_own(vllm, checkpoint, speculated):
     folder = checkpoint(vllm, "modernbert-decoder", tie_word_embeddings=False, **FULL_ATTENTION)
     config = {"method": "draft_model", "model": folder}
     if tuple(int(part) for part in vllm.version.split(".")) < (0, 32):
-        with pytest.raises(JobError, match="names the attention layers"):
+        with pytest.raises(JobError, match="gives the attention layers of target and draft the same names"):
             speculated(folder, config)
         return
     found, difference = speculated(folder, config)
@@ -69,7 +69,7 @@ def test_draft_with_a_head_of_its_own(vllm, checkpoint, speculated):
     ("name", "builder", "fields"),
     [
         ("granite", "build", {"tie_word_embeddings": True}),
-        ("warped_llama", "remote", {"warp_size": 64}),  # a whole head
+        ("warped_llama", "remote", {"warp_size": 64}),  # a full head
     ],
 )
 def test_draft_that_shares_the_projection(vllm, checkpoint, speculated, name, builder, fields):

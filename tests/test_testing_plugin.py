@@ -40,7 +40,7 @@ import sys
 
 
 def test_nothing():
-    assert "vllm_tf_sinks.testing" in sys.modules
+    assert "vllm_tf_sinks.parity.pytest_plugin" in sys.modules
     assert not {slow!r} & set(sys.modules)
 """
 SLOW = {"torch", "transformers", "vllm", "numpy"}
@@ -55,7 +55,7 @@ def pytest_on(file, environment):
 
 def test_entry_point():
     (entry,) = entry_points(group="pytest11", name="vllm_tf_sinks")
-    assert entry.value == "vllm_tf_sinks.testing"
+    assert entry.value == "vllm_tf_sinks.parity.pytest_plugin"
 
 
 def test_costs_nothing_unused(vllm, tmp_path):
@@ -85,7 +85,7 @@ def test_right_models_pass(printed):
 
 def test_failure_shows_both_and_the_worst_places(printed):
     failure = printed.partition("test_wrong")[2].partition("test_refused")[0]
-    for line in ("plugin on", "plugin off", "Furthest apart, plugin on", "Differs, plugin on"):
+    for line in ("plugin on", "plugin off", "Largest differences, plugin on", "Differs, plugin on"):
         assert line in failure
     assert "Traceback" not in failure
 

@@ -2,13 +2,13 @@
 """A version of vLLM that nobody tested: patched where it fits, and each model checked once it is loaded."""
 
 import pytest
+from support.fork_server import JobError
 from support.parity import ENVIRONMENT
 from support.tp_jobs import ENV
-from support.zygote import JobError
 
 EXACT = 1e-4
 MEANINGS = "support.meanings"
-CAUSE = "This package was not tested on vLLM 0.99.0, which may mean something else by what is patched"
+CAUSE = "This package was not tested on vLLM 0.99.0, which may use the patched functions in another way"
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
@@ -35,7 +35,7 @@ def test_rounding_is_no_mismatch(vllm, checkpoint, name, dtype):
         ("llama", "lose_projection", r"LlamaModel gives other logits than LlamaForCausalLM"),
         ("gpt_oss", "negate_sinks", r"The sinks in the attention layer 0 of GptOssModel differ .* by up to \d"),
         ("gpt_oss", "lose_sinks", r"The checkpoint gave no values for model\.layers\.0\.self_attn\.sinks of GptOss"),
-        ("gpt_oss", "split_elsewhere", r"vLLM built GptOssModel without looking for attention sinks"),
+        ("gpt_oss", "split_late", r"vLLM takes the step FIND_SINKS of building a model after LAYERS"),
         ("granite", "initialise_elsewhere", r"The attention layers of GraniteModel were not compared"),
         ("llama", "load_otherwise", r"A model that is loaded with load_format=\S+ cannot be checked after loading"),
     ],
@@ -44,6 +44,15 @@ def test_another_meaning_is_refused(vllm, checkpoint, name, meaning, message):
     folder = checkpoint(vllm, name, tie_word_embeddings=False)
     with pytest.raises(JobError, match=rf"(?s)LoadError: {message}.*{CAUSE}"):
         vllm.run("support.jobs:served_rows", checkpoint=folder, tamper=f"{MEANINGS}:{meaning}")
+
+
+def test_sinks_that_were_not_looked_for(vllm, checkpoint):
+    """A vLLM without sinks of its own has a guard that refuses the model before it is checked."""
+    folder = checkpoint(vllm, "gpt_oss")
+    checked = rf"LoadError: vLLM built GptOssModel without looking for attention sinks.*{CAUSE}"
+    guarded = r"SinkError: GptOssAttention passes a sink \(s_aux\) to Attention, which was built without a sink"
+    with pytest.raises(JobError, match=f"(?s){checked}|{guarded}"):
+        vllm.run("support.jobs:served_rows", checkpoint=folder, tamper=f"{MEANINGS}:split_elsewhere")
 
 
 def test_checkpoint_without_a_projection_is_refused(vllm, checkpoint, tmp_path):

@@ -19,36 +19,36 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 import compatibility
 from overlay import overlay
+from support.fork_server import ForkServer
 from support.parity import Verdict, check, worst
-from support.zygote import Zygote
 from tqdm import tqdm
 
 CACHE = Path(__file__).resolve().parent.parent / ".cache" / "census"
-PLUGIN, STOCK = "1", "0"  # values of VLLM_TF_SINKS
+PLUGIN, UPSTREAM = "1", "0"  # values of VLLM_TF_SINKS
 AT_A_TIME = 2
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm", default="0.32.0", metavar="PAIR", help="a vLLM version, or VLLM/TRANSFORMERS")
-    parser.add_argument("--no-stock", action="store_true", help="leave out vLLM without the plugin")
+    parser.add_argument("--no-upstream", action="store_true", help="leave out vLLM without the plugin")
     parser.add_argument("types", nargs="*", metavar="TYPE", help="model types; all by default")
     options = parser.parse_args()
-    settings = [PLUGIN] if options.no_stock else [PLUGIN, STOCK]
+    settings = [PLUGIN] if options.no_upstream else [PLUGIN, UPSTREAM]
     version = options.vllm.partition("/")[0]
-    zygotes = [Zygote(version, overlay(options.vllm)) for _ in range(AT_A_TIME)]
+    fork_servers = [ForkServer(version, overlay(options.vllm)) for _ in range(AT_A_TIME)]
     try:
-        transformers = zygotes[0].run("importlib.metadata:version", distribution_name="transformers")
+        transformers = fork_servers[0].run("importlib.metadata:version", distribution_name="transformers")
         pair = f"{version}/{transformers}"
-        measured = _measure(zygotes, options.types, settings, _Partial(pair, bool(options.types)))
+        measured = _measure(fork_servers, options.types, settings, _Partial(pair, bool(options.types)))
     finally:
-        for zygote in zygotes:
-            zygote.close()
+        for fork_server in fork_servers:
+            fork_server.close()
     models = compatibility.load()
     for name, ways in measured.items():
         _enter(models, name, pair, ways)
     compatibility.save(models)
-    for which in ("stock", "plugin"):
+    for which in ("upstream", "plugin"):
         found = compatibility.counts(models, pair, which)
         print(f"{pair} {which}: " + ", ".join(f"{number} {outcome}" for outcome, number in found.items()))
 
@@ -75,24 +75,26 @@ class _Partial:
         return self.measured
 
 
-def _measure(zygotes: list[Zygote], types: list[str], settings: list[str], partial: _Partial) -> dict[str, list[dict]]:
+def _measure(
+    fork_servers: list[ForkServer], types: list[str], settings: list[str], partial: _Partial
+) -> dict[str, list[dict]]:
     """Model type -> what `check` says of each way to tie it."""
-    ways = zygotes[0].run("support.small:ways")
+    ways = fork_servers[0].run("support.small:ways")
     if unknown := set(types) - ways.keys():
         raise SystemExit(f"no causal LM types: {', '.join(sorted(unknown))}")
     wanted = [name for name in types or ways if name not in partial.measured]
-    free: SimpleQueue[Zygote] = SimpleQueue()
-    for zygote in zygotes:
-        free.put(zygote)
+    free: SimpleQueue[ForkServer] = SimpleQueue()
+    for fork_server in fork_servers:
+        free.put(fork_server)
 
     def measure(name: str) -> tuple[str, list[dict]]:
-        zygote = free.get()
+        fork_server = free.get()
         try:
-            return name, [check(zygote, name, tied, settings) for tied in ways[name]]
+            return name, [check(fork_server, name, tied, settings) for tied in ways[name]]
         finally:
-            free.put(zygote)
+            free.put(fork_server)
 
-    with ThreadPoolExecutor(len(zygotes)) as pool, tqdm(total=len(wanted), unit="type") as bar:
+    with ThreadPoolExecutor(len(fork_servers)) as pool, tqdm(total=len(wanted), unit="type") as bar:
         for name, found in pool.map(measure, wanted):
             partial.add(name, found)
             bar.update()
@@ -111,8 +113,8 @@ def _enter(models: dict, name: str, pair: str, ways: list[dict]) -> None:
     entry = model["vllm"].setdefault(pair, {})
     plugin = _verdict(ways, PLUGIN)
     entry |= {"plugin": plugin.outcome, "reason": plugin.reason}
-    if STOCK in ways[0]:
-        entry["stock"] = _verdict(ways, STOCK).outcome
+    if UPSTREAM in ways[0]:
+        entry["upstream"] = _verdict(ways, UPSTREAM).outcome
 
 
 if __name__ == "__main__":

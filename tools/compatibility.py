@@ -11,14 +11,15 @@ RESULTS, TABLE = DOCS / "compatibility.json", DOCS / "compatibility.md"
 INTRODUCTION = """<!-- written by tools/census.py; do not edit -->
 # Compatibility
 
-Every causal LM type of Transformers, tiny and random, served in float32 with `model_impl="transformers"` and compared
-with Hugging Face eager: whole log-softmax rows, prompt and decode, untied and tied. vLLM 0.33.0 and 0.34.0 are their
-Python on the kernels of 0.32.0; 0.34.0 runs model runner v2, whose Triton kernels are interpreted. `make census`
-measures this anew.
+Each causal LM type of Transformers was built tiny and random, served in float32 with
+`model_impl="transformers"`, and compared with Hugging Face eager: whole log-softmax rows, prompt
+and decode, untied and tied. vLLM 0.33.0 and 0.34.0 are their Python code on the kernels of 0.32.0.
+0.34.0 runs model runner v2, whose Triton kernels run in Triton's interpreter. `make census`
+measures this again. The reasons are quoted as they were when a version was measured.
 
 - **right**: all log-softmax rows agree within 1e-4.
-- **wrong**: they do not, and nothing said so.
-- **crashed**: an error that nobody raised on purpose.
+- **wrong**: they do not agree, and no error said so.
+- **crashed**: an error that neither vLLM nor the plugin raises on purpose.
 - **refused**: an error at load that names the reason.
 - **not built**: no tiny checkpoint could be made or read.
 """
@@ -46,7 +47,7 @@ def table(models: dict) -> str:
 
 
 def counts(models: dict, pair: str, which: str) -> dict[str, int]:
-    """Outcome -> how many types have it; `which` is `stock` or `plugin`."""
+    """Outcome -> how many types have it; `which` is `upstream` or `plugin`."""
     outcomes = [v[which] for model in models.values() if which in (v := model["vllm"].get(pair, {}))]
     return {outcome: outcomes.count(outcome) for outcome in OUTCOMES}
 
@@ -54,7 +55,7 @@ def counts(models: dict, pair: str, which: str) -> dict[str, int]:
 def _counts(models: dict, pairs: Iterable[str]) -> str:
     lines = [_row("vLLM", "Transformers", "", *OUTCOMES), _row(*["---"] * (3 + len(OUTCOMES)))]
     for pair in pairs:
-        for which, name in (("stock", "alone"), ("plugin", "with the plugin")):
+        for which, name in (("upstream", "alone"), ("plugin", "with the plugin")):
             found = counts(models, pair, which)
             if any(found.values()):
                 lines.append(_row(*pair.split("/"), name, *map(str, found.values())))
@@ -70,7 +71,7 @@ def _section(models: dict, pair: str) -> str:
         if found := model["vllm"].get(pair):
             sinks = str(model["sinks"] or "")
             reason = found.get("reason", "").replace("|", "\\|")
-            lines.append(_row(f"`{name}`", model["head"], sinks, found.get("stock", ""), found["plugin"], reason))
+            lines.append(_row(f"`{name}`", model["head"], sinks, found.get("upstream", ""), found["plugin"], reason))
     return "\n".join([*lines, ""])
 
 

@@ -3,16 +3,16 @@
 
 from pathlib import Path
 
-from vllm_tf_sinks.patches.catalogue import CATALOGUE
+from vllm_tf_sinks.patches.table import PATCHES
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
-START, END = "<!-- patches: written by tools/docs.py from patches/catalogue.py -->", "<!-- end of patches -->"
+START, END = "<!-- patches: written by tools/docs.py from patches/table.py -->", "<!-- end of patches -->"
 
 
 def patches() -> str:
-    """The catalogue as a table."""
+    """The table of patches, in Markdown."""
     rows = ["patch | replaces | why | goes when", "--- | --- | --- | ---"]
-    for patch in CATALOGUE:
+    for patch in PATCHES:
         targets = ", ".join(f"`{target.rpartition(':')[2]}`" for target in patch.targets)
         rows.append(f"`{patch.name}` | {targets} | {patch.why} | {patch.until}")
     return "\n".join(rows)

@@ -16,13 +16,21 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from overlay import overlay
+from support.fork_server import ForkServer, JobError
 from support.jobs import PROMPTS
 from support.parity import Verdict, check, differences
 from support.tp_jobs import ENV
-from support.zygote import JobError, Zygote
 from tqdm import tqdm
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "versions.md"
+INTRODUCTION = """# Versions
+
+The table shows the largest difference of log-softmax rows from Hugging Face's, over a prompt and
+the tokens generated after it. Checkpoints are tiny and random, in float32 on a CPU. 0.33.0 and
+0.34.0 are their Python code on the kernels of 0.32.0. 0.34.0 runs model runner v2, whose Triton
+kernels run in Triton's interpreter. A patch is not applied where vLLM does its work itself, or
+where the patch is for untested versions only. `make matrix` writes this page.
+"""
 VERSIONS = ["0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0", "0.34.0"]
 TYPES = {
     "sinks": ["gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash", "deepseek_v4", "hy_v4"],
@@ -41,12 +49,7 @@ def main() -> None:
     columns = {version: _column(version) for version in versions}
     table = f"{_table(columns)}\n\n{_refusals(columns)}".strip()
     print(table)
-    PAGE.write_text(
-        "# Versions\n\nThe largest difference of log-softmax rows from Hugging Face's, over a prompt and what was "
-        "generated after it; tiny random\ncheckpoints, float32, CPU. 0.33.0 and 0.34.0 are their Python on the kernels "
-        "of 0.32.0; 0.34.0 runs model runner v2, whose\nTriton kernels are interpreted. Patches that are not applied "
-        f"are for what that vLLM does itself. Written by `make matrix`.\n\n{table}\n"
-    )
+    PAGE.write_text(f"{INTRODUCTION}\n{table}\n")
     outcomes = {verdict.outcome for column in columns.values() for verdict in column.verdicts.values()}
     if faults := outcomes - {"right", "refused"}:
         raise SystemExit(f"some are {' and '.join(faults)}")
@@ -62,20 +65,20 @@ class _Column:
 
 
 def _column(version: str) -> _Column:
-    zygote = Zygote(version.partition("/")[0], overlay(version))
+    fork_server = ForkServer(version.partition("/")[0], overlay(version))
     try:
-        transformers = zygote.run("importlib.metadata:version", distribution_name="transformers")
-        states = list(zygote.run("support.patching:states_after_import").values())
+        transformers = fork_server.run("importlib.metadata:version", distribution_name="transformers")
+        states = list(fork_server.run("support.patching:states_after_import").values())
         if misfits := {"pending", "off", "does not fit"} & set(states):
             raise SystemExit(f"{version}: some patches are {' and '.join(misfits)}")
         entries = [(what, name) for what, types in TYPES.items() for name in types]
         verdicts = {
-            (what, name): _of_two_ranks(zygote, name) if what == RANKS else _of_one(zygote, name)
+            (what, name): _of_two_ranks(fork_server, name) if what == RANKS else _of_one(fork_server, name)
             for what, name in tqdm(entries, desc=version)
         }
         return _Column(transformers, f"{states.count('applied')} of {len(states)}", verdicts)
     finally:
-        zygote.close()
+        fork_server.close()
 
 
 def _table(columns: dict[str, _Column]) -> str:
@@ -101,19 +104,19 @@ def _cell(verdict: Verdict) -> str:
     return f"{max(verdict.prompt, verdict.decode):.0e}" if verdict.outcome == "right" else verdict.outcome
 
 
-def _of_one(zygote: Zygote, name: str) -> Verdict:
-    return Verdict(**check(zygote, name, tied=False, settings=["1"])["1"])
+def _of_one(fork_server: ForkServer, name: str) -> Verdict:
+    return Verdict(**check(fork_server, name, tied=False, settings=["1"])["1"])
 
 
-def _of_two_ranks(zygote: Zygote, name: str) -> Verdict:
+def _of_two_ranks(fork_server: ForkServer, name: str) -> Verdict:
     with tempfile.TemporaryDirectory() as folder:
-        zygote.run("support.small:build", model_type=name, folder=folder, tied=False)
+        fork_server.run("support.small:build", model_type=name, folder=folder, tied=False)
         try:
-            served = zygote.run("support.tp_jobs:served_by_two", env=ENV, checkpoint=folder)
+            served = fork_server.run("support.tp_jobs:served_by_two", env=ENV, checkpoint=folder)
         except JobError as error:
             return Verdict("crashed", str(error))
         sequences = [[*prompt, *new] for prompt, (new, _, _) in zip(PROMPTS, served, strict=True)]
-        expected = zygote.run("support.jobs:reference_rows", checkpoint=folder, sequences=sequences)
+        expected = fork_server.run("support.jobs:reference_rows", checkpoint=folder, sequences=sequences)
         prompt, decode = differences(served, expected)
         return Verdict("right" if max(prompt, decode) < 1e-4 else "wrong", "", prompt, decode)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuse every model of vLLM's Transformers backend where this package cannot do its work.
+"""Refuse every model of vLLM's Transformers backend if this package cannot work.
 
-vLLM logs what a plugin raises while it is imported, and goes on without the plugin. So this module and all
-that leads to it import the standard library only.
+If importing a plugin raises, vLLM logs the error and continues without the plugin. So this module, and those that
+import it, import only the standard library.
 """
 
 import importlib.util
@@ -13,35 +13,34 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-BASE = "vllm.model_executor.models.transformers.base"  # the module of the class that all models of the backend have
+from vllm_tf_sinks.errors import BrokenInstallError
 
-
-class BrokenInstallError(RuntimeError):
-    """The package is installed in part, or cannot check what it serves."""
+BASE = "vllm.model_executor.models.transformers.base"  # the module of `Base`, the base class of the backend's models
 
 
 def is_broken_install(error: BaseException) -> bool:
-    """Whether `error` says that a package is missing or broken, and not that vLLM or Transformers is another one."""
+    """Whether `error` is due to a missing or broken package other than vLLM, Transformers and torch."""
     if not isinstance(error, ImportError):
         return False
     return (error.name or "").partition(".")[0] not in ("vllm", "transformers", "torch")
 
 
 def missing_package(error: ImportError) -> str:
-    """What is wrong with an installation in which `error` was raised, and what to do."""
+    """The message for an installation in which `error` was raised."""
     return (
-        f"vllm-tf-sinks is not installed in full: {error}. Install it with all that it needs: "
+        f"The installation of vllm-tf-sinks is incomplete: {error}. Install it with its dependencies: "
         "pip install --force-reinstall vllm-tf-sinks"
     )
 
 
 def refuse_models(what: str) -> None:
-    """Let vLLM's Transformers backend refuse each model that it is to build, now or once it is imported.
+    """Let vLLM's Transformers backend refuse every model, now or after it is imported. Native models are not affected.
 
-    Native models are served all the same. Each refusal is a BrokenInstallError that begins with `what`.
+    Args:
+        what: what is wrong, with which each BrokenInstallError begins.
     """
-    allow_models()  # or a second refusal would hide the first
-    message = f"{what}. VLLM_TF_SINKS=0 serves models of the Transformers backend as vLLM does: check their logprobs."
+    allow_models()  # otherwise the second refusal would wrap the first
+    message = f"{what}. VLLM_TF_SINKS=0 serves these models as upstream vLLM does: check their logprobs."
     if base := sys.modules.get(BASE):
         _refuse(base, message)
     else:
@@ -49,7 +48,7 @@ def refuse_models(what: str) -> None:
 
 
 class _Finder:
-    """Finds the module `BASE` as the other finders do, and changes it once it was executed."""
+    """Finds the module `BASE` by the other finders, and patches it after its execution."""
 
     def __init__(self, message: str) -> None:
         self.message = message
@@ -57,7 +56,7 @@ class _Finder:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The module's own spec, with a loader that also changes it."""
+        """The spec of the module `BASE`, with a loader that also patches it."""
         if name != BASE:
             return None
         sys.meta_path.remove(self)
@@ -78,7 +77,7 @@ class _Finder:
 
 
 def allow_models() -> None:
-    """Take back `refuse_models`."""
+    """Undo `refuse_models`."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
     while _refusals:
         base, refusal = _refusals.popitem()
@@ -86,11 +85,11 @@ def allow_models() -> None:
             base.__init__ = refusal.__wrapped__
 
 
-_refusals: dict[Any, Any] = {}  # the class of all models of the backend -> what its constructor was replaced by
+_refusals: dict[Any, Any] = {}  # `Base` -> the function that replaces its constructor
 
 
 def _refuse(module: Any, message: str) -> None:
-    @wraps(module.Base.__init__)  # vLLM looks at the signature
+    @wraps(module.Base.__init__)  # vLLM reads the signature
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         raise BrokenInstallError(message)
 

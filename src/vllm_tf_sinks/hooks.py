@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What other packages can tell this one about a model, and be told: specifications, and how plugins are asked.
+"""Hooks: other packages can describe a model to this one, and observe its decisions.
 
-A plugin is a module or an object whose functions are marked with `hookimpl`. Its package names it in the
+A hook plugin is a module or an object whose functions are marked with `hookimpl`. Its package names it in the
 entry-point group `vllm_tf_sinks`:
 
     [project.entry-points.vllm_tf_sinks]
     my_models = "my_package.hooks"
 
-Plugins are loaded in each process of vLLM when the first model of the Transformers backend is built, and asked
-while models are built, never in a forward pass. A plugin that cannot be loaded, or raises, is reported in
-the log and left out from then on.
+Each process of vLLM loads the plugins when it builds the first model of the Transformers backend. It calls hooks
+while it builds and loads models, and never in a forward pass. A plugin that cannot be loaded, or raises, is reported
+in the log and disabled.
 """
 
 import logging
@@ -22,11 +22,13 @@ from typing import TYPE_CHECKING, Any
 
 import pluggy
 
+from vllm_tf_sinks.errors import HookError
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PretrainedConfig, PreTrainedModel
 
-PROJECT = "vllm_tf_sinks"  # of pluggy, and the entry-point group
+PROJECT = "vllm_tf_sinks"  # the name of pluggy's project and of the entry-point group
 
 hookimpl = pluggy.HookimplMarker(PROJECT)
 _hookspec = pluggy.HookspecMarker(PROJECT)
@@ -34,19 +36,15 @@ _hookspec = pluggy.HookspecMarker(PROJECT)
 logger = logging.getLogger("vllm.tf_sinks")
 
 
-class HookError(ValueError):
-    """Plugins contradict each other, or one answers what its hook does not take."""
-
-
 @dataclass(frozen=True)
 class Decision:
-    """What was decided about one model.
+    """A decision about one model.
 
     Attributes:
-        model: the class that Transformers builds.
+        model: the name of the class that Transformers builds.
         subject: `sinks` or `head`.
-        outcome: what is done, or why the model is refused.
-        refused: whether it is refused; it will not load.
+        outcome: how the sinks or the head are served (`elementwise`), or the error of a refusal.
+        refused: whether the model is refused. Then it does not load.
     """
 
     model: str
@@ -56,53 +54,54 @@ class Decision:
 
 
 class Specifications:
-    """The hooks. All are optional; one that has nothing to say about a model returns None."""
+    """The hooks. All are optional. A hook that does not apply to a model returns None."""
 
     @_hookspec
     def attention_sink(self, module: "nn.Module") -> "nn.Parameter | None":
-        """The parameter that `module` hands the attention interface as `s_aux`, where its source does not show it.
+        """Return the parameter that `module` passes to the attention interface as `s_aux`.
 
-        Asked for each attention module of a model, which is still as Transformers built it, on the meta device:
-        return the parameter itself, of as many numbers as the module has query heads over all ranks. Its values
-        must reach the attention unchanged; a cast or a reshape is no change. With an answer the source is not read.
+        This package calls the hook for each attention module of a model, which is as Transformers built it, on the
+        meta device. The parameter has one element for each query head of the module, over all ranks. The module must
+        pass its values unchanged, but may cast or reshape it. If a hook returns a parameter, this package does not
+        read the source of the module.
 
-        Refused: an answer that is no parameter of the model.
+        A value that is not a parameter of the model leads to a SinkError.
         """
 
     @_hookspec
     def causal_lm_class(self, config: "PretrainedConfig") -> "type[PreTrainedModel] | None":
-        """The ForCausalLM class whose head belongs to a checkpoint with `config`, where the config does not say so.
+        """Return the ForCausalLM class of a checkpoint with `config`, if the config does not name it.
 
-        Asked once a model. The class is built from `config` around a stand-in for its base model; what it does
-        between base model and logits is run, and weights are loaded under the names that it gives them.
+        This package calls the hook once for each model. It builds the class from `config` with a stub for its base
+        model, runs its code between base model and logits, and loads weights by the names in the class.
 
-        Refused: an answer that is not a subclass of `PreTrainedModel`.
+        A value that is not a subclass of `PreTrainedModel` leads to a HeadError.
         """
 
     @_hookspec
     def output_head(self, model: "PreTrainedModel") -> "Callable[[Tensor], Tensor] | None":
-        """What the ForCausalLM `model` does after its base model, where its `forward` cannot be run for that.
+        """Return a function that computes the head of the ForCausalLM `model`, if its `forward` cannot.
 
-        Asked once a model, with the ForCausalLM on the meta device, its base model replaced by a stand-in and
-        its projection by vLLM's. Return a function of hidden states [1, N, H] to logits [1, N, V] that calls the
-        projection once, as a module, and depends on no other input. It is tried on random hidden states, and
-        made cheap where it can be, like a `forward`.
+        This package calls the hook once for each model, with the ForCausalLM on the meta device, and stubs for its
+        base model and its projection. The function takes hidden states [1, N, H] and returns logits [1, N, V]. It
+        calls the projection once, as a module, and depends on no other input. It is tested on random hidden states
+        and traced, in place of the `forward`.
 
-        Refused: a function that does not keep to that.
+        A function that does not do so leads to a HeadError.
         """
 
     @_hookspec
     def decided(self, decision: Decision) -> None:
-        """Observe a decision about a model: called once each for its sinks and its head, in each process."""
+        """Observe a decision. Each process calls the hook once for the sinks of a model, and once for its head."""
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What a plugin answered.
+class HookResult:
+    """The value that a hook of a plugin returned.
 
     Attributes:
-        plugin: the plugin's name, as its entry point gives it.
-        value: the answer, not None.
+        plugin: the name of the plugin's entry point.
+        value: the value, which is not None.
     """
 
     plugin: str
@@ -110,15 +109,15 @@ class Answer:
 
 
 class Plugins:
-    """The plugins of one process.
+    """The hook plugins of one process.
 
     Attributes:
-        manager: pluggy's manager; further plugins can be registered with it.
-        broken: why plugins were left out, by name.
+        manager: pluggy's manager, with which further plugins can be registered.
+        broken: name of a disabled plugin -> the reason.
     """
 
     def __init__(self, found: Iterable[EntryPoint] = ()) -> None:
-        """Load what `found` names."""
+        """Load the plugins of the entry points `found`."""
         self.manager = pluggy.PluginManager(PROJECT)
         self.manager.add_hookspecs(Specifications)
         self.broken: dict[str, str] = {}
@@ -127,66 +126,71 @@ class Plugins:
 
     @property
     def names(self) -> list[str]:
-        """The names of the plugins that are asked."""
+        """The names of the plugins that are not disabled."""
         return [name for name, _ in self.manager.list_name_plugin()]
 
-    def ask(self, hook: str, **arguments: Any) -> Answer | None:
-        """What the plugins answer to `hook`, or None where none does.
+    def call(self, hook: str, **arguments: Any) -> HookResult | None:
+        """Call `hook` of all plugins, and return the value that is not None; None if there is none.
 
         Raises:
-            HookError: if two answer differently, naming both.
+            HookError: naming both plugins, if two return different values.
         """
-        answers = list(self._call(hook, arguments))  # pluggy leaves out those that are None
-        for other in answers[1:]:
-            if other.value is not answers[0].value:
+        results = list(self._call(hook, arguments))  # pluggy omits values that are None
+        for other in results[1:]:
+            if other.value is not results[0].value:
                 raise HookError(
-                    f"Plugins {answers[0].plugin!r} and {other.plugin!r} of vllm-tf-sinks answer {hook} differently: "
-                    f"{answers[0].value!r} and {other.value!r}. Uninstall one of them."
+                    f"The hook plugins {results[0].plugin!r} and {other.plugin!r} return different values for {hook}: "
+                    f"{results[0].value!r} and {other.value!r}. Uninstall one of them."
                 )
-        return answers[0] if answers else None
+        return results[0] if results else None
 
-    def tell(self, decision: Decision) -> None:
-        """Tell every observer of `decision`."""
+    def notify(self, decision: Decision) -> None:
+        """Call the hook `decided` of all plugins."""
         for _ in self._call("decided", {"decision": decision}):
             pass
 
     def _load(self, entry: EntryPoint) -> None:
         try:
             self.manager.register(entry.load(), entry.name)
-            self.manager.check_pending()  # a hook that is not specified
-        except Exception as error:  # whatever a package raises while it is imported
-            self._leave_out(entry.name, error)
+            self.manager.check_pending()  # raises for a hook without a specification
+        except Exception as error:  # importing a package may raise anything
+            self._disable(entry.name, error)
 
-    def _call(self, hook: str, arguments: dict[str, Any]) -> Iterator[Answer]:
-        """Each plugin's answer, in the order of registration; one that raises is left out."""
-        everyone = self.manager.list_name_plugin()
-        for name, plugin in everyone:
-            others = [other for _, other in everyone if other is not plugin]
+    def _call(self, hook: str, arguments: dict[str, Any]) -> Iterator[HookResult]:
+        """Yield the values of each plugin's hook, in the order of registration; disable a plugin that raises."""
+        plugins = self.manager.list_name_plugin()
+        for name, plugin in plugins:
+            others = [other for _, other in plugins if other is not plugin]
             try:
-                answers = self.manager.subset_hook_caller(hook, others)(**arguments)
-            except Exception as error:  # whatever a plugin raises
-                self._leave_out(name, error, f" in {hook}")
+                values = self.manager.subset_hook_caller(hook, others)(**arguments)
+            except Exception as error:  # a plugin may raise anything
+                self._disable(name, error, f" in {hook}")
             else:
-                yield from (Answer(name, answer) for answer in answers)
+                yield from (HookResult(name, value) for value in values)
 
-    def _leave_out(self, name: str, error: Exception, where: str = "") -> None:
+    def _disable(self, name: str, error: Exception, where: str = "") -> None:
         self.broken[name] = f"{type(error).__name__}{where}: {error}"
         if self.manager.has_plugin(name):
             self.manager.unregister(name=name)
-        logger.error("Plugin %r of vllm-tf-sinks is left out: %s", name, self.broken[name])
+        logger.error("vllm-tf-sinks disables the hook plugin %r: %s", name, self.broken[name])
 
 
 @cache
 def plugins() -> Plugins:
-    """The plugins of this process, loaded by the first call."""
+    """The hook plugins of this process, which the first call loads."""
     return Plugins(entry_points(group=PROJECT))
 
 
 @contextmanager
-def telling_refusal(model: Any, subject: str) -> Iterator[None]:
-    """Tell observers where a model of vLLM's Transformers backend is refused within the context."""
+def notifying_refusal(model: Any, subject: str) -> Iterator[None]:
+    """Notify observers of a refusal, which is a ValueError that is raised within the context.
+
+    Args:
+        model: vLLM's model of the Transformers backend.
+        subject: `sinks` or `head`.
+    """
     try:
         yield
     except ValueError as error:
-        plugins().tell(Decision(type(model.model).__name__, subject, str(error), refused=True))
+        plugins().notify(Decision(type(model.model).__name__, subject, str(error), refused=True))
         raise

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The environment variable `VLLM_TF_SINKS`, parsed in one place."""
+"""The environment variable `VLLM_TF_SINKS`, and the settings of this process."""
 
 import os
 from collections.abc import Mapping
@@ -8,18 +8,18 @@ from typing import NamedTuple
 
 VARIABLE = "VLLM_TF_SINKS"
 
-# value -> what it does, in the words of the error message
+# Value -> its effect, for messages
 VALUES = {
     "1": "apply every patch this vLLM needs (default)",
     "0": "change nothing",
     "sinks": "attention sinks only",
     "head": "output heads only",
-    "strict": "like 1, and refuse to start where a patch does not fit, or on a vLLM that was not tested",
+    "strict": "like 1, but refuse to start if a patch does not fit or this vLLM was not tested",
 }
 
 
 class Settings(NamedTuple):
-    """What the user asked for.
+    """The settings of the user.
 
     Attributes:
         value: one of `VALUES`.
@@ -29,7 +29,7 @@ class Settings(NamedTuple):
 
     @property
     def groups(self) -> frozenset[str]:
-        """The groups of patches to apply: of `sinks` and `head`, and with any of them `guard` and `check`."""
+        """The groups of patches to apply: `sinks`, `head` or both, with `guard` and `check`; none for `0`."""
         if self.value == "0":
             return frozenset()
         return (frozenset({self.value} & {"sinks", "head"}) or frozenset({"sinks", "head"})) | {"guard", "check"}
@@ -41,7 +41,7 @@ class Settings(NamedTuple):
 
     @property
     def fingerprint(self) -> str:
-        """What distinguishes graphs compiled under these settings: part of vLLM's compile cache key."""
+        """The part of vLLM's compile cache key that tells graphs of these settings from others."""
         return f"{self.value} {version('vllm-tf-sinks')}"
 
 
@@ -50,24 +50,24 @@ _chosen = NOT_REGISTERED
 
 
 def choose(settings: Settings) -> None:
-    """Take `settings` for all that the patches do in this process from now on."""
+    """Set the settings of this process."""
     global _chosen
     _chosen = settings
 
 
 def chosen() -> Settings:
-    """The settings of this process: what was chosen last."""
+    """The settings of this process."""
     return _chosen
 
 
 def read_settings(environment: Mapping[str, str] = os.environ) -> Settings:
-    """Parse `VLLM_TF_SINKS`; unset or empty means `1`.
+    """Parse `VLLM_TF_SINKS`. Unset or empty means `1`.
 
     Raises:
-        ValueError: for any other value than the five of `VALUES`; the message lists them.
+        ValueError: naming the variable and listing `VALUES`, if its value is none of them.
     """
     value = environment.get(VARIABLE, "").strip().lower() or "1"
     if value not in VALUES:
         choices = "; ".join(f"{name}: {effect}" for name, effect in VALUES.items())
-        raise ValueError(f"{VARIABLE}={environment[VARIABLE]!r} is not a value it takes. Use one of {choices}.")
+        raise ValueError(f"{VARIABLE}={environment[VARIABLE]!r} is not a valid value. Use one of {choices}.")
     return Settings(value)

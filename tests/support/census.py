@@ -22,8 +22,8 @@ def check(model_type: str, name: str) -> tuple[str, float]:
     import torch
     import transformers
 
-    from vllm_tf_sinks.head.build import build_head
-    from vllm_tf_sinks.head.classify import classify
+    from vllm_tf_sinks.lm_head.build import build_head
+    from vllm_tf_sinks.lm_head.classify import classify
 
     torch.manual_seed(0)
     cls = getattr(transformers, name)
@@ -34,7 +34,7 @@ def check(model_type: str, name: str) -> tuple[str, float]:
     fill_head(model, base)
     head = build_head(cls, config, base)
     hidden = torch.randn(1, ROWS, hidden_size(model, config, head))
-    plan = classify(head, hidden.shape[-1])
+    spec = classify(head, hidden.shape[-1])
 
     projection = model.get_output_embeddings()
     weights = dict(model.named_parameters())
@@ -45,11 +45,11 @@ def check(model_type: str, name: str) -> tuple[str, float]:
 
     with torch.no_grad():
         expected = from_hidden_states(model, base, hidden)
-        as_written = head.as_written(hidden)
-        planned = head.as_written(hidden) if not plan.flat else plan.run(projection, hidden.clone())
-    assert expected.shape == as_written.shape == planned.shape
-    difference = max((expected - as_written).abs().max().item(), (expected - planned).abs().max().item())
-    return plan.describe(), difference
+        eager = head.run_eagerly(hidden)
+        planned = head.run_eagerly(hidden) if not spec.is_traced else spec.run(projection, hidden.clone())
+    assert expected.shape == eager.shape == planned.shape
+    difference = max((expected - eager).abs().max().item(), (expected - planned).abs().max().item())
+    return spec.describe(), difference
 
 
 HEAD_FIELDS = {
@@ -144,7 +144,7 @@ def from_hidden_states(model, base, hidden):
     """The logits of the class itself, were `hidden` what its base model gives."""
     import inspect
 
-    from vllm_tf_sinks.head.standin import Output
+    from vllm_tf_sinks.lm_head.stubs import Output
 
     base.forward = lambda *args, **kwargs: Output(hidden)
     parameters = inspect.signature(model.forward).parameters

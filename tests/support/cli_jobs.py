@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commands run in a fork of a zygote, where vLLM is imported already."""
+"""Commands run in a fork of a fork_server, where vLLM is imported already."""
 
 import inspect
 import tempfile

@@ -9,10 +9,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 import vllm_tf_sinks
-from vllm_tf_sinks import vllm_api
+from vllm_tf_sinks import compat
 
 (PACKAGE,) = vllm_tf_sinks.__path__
-MEANT = f"{PACKAGE}/guards/rehearsal.py"  # works on the meta device itself
+MEANT = f"{PACKAGE}/attention/dry_run.py"  # works on the meta device itself
 
 
 class Strays(TorchFunctionMode):
@@ -38,8 +38,8 @@ def _is_ours(file: str) -> bool:
 
 def built_elsewhere(checkpoint: str) -> dict:
     """Build a model on the meta device, where nothing can be computed with a tensor on the CPU, and call its head."""
-    config = vllm_api.engine.configuration(checkpoint, max_model_len=128)
-    with Strays() as strays, vllm_api.engine.built_on_meta(config) as model:
+    config = compat.engine.configuration(checkpoint, max_model_len=128)
+    with Strays() as strays, compat.engine.built_on_meta(config) as model:
         for module in model.modules():
             module.cpu_linear = F.linear  # the CPU's own is made when weights have been loaded
         size, dtype = model.text_config.hidden_size, model.model_config.dtype

@@ -73,8 +73,8 @@ def built_alone(layers: int) -> tuple[str, float, float]:
     import torch
     from transformers import GraniteConfig, GraniteForCausalLM, GraniteModel
 
-    from vllm_tf_sinks.head.build import build_head
-    from vllm_tf_sinks.head.classify import classify
+    from vllm_tf_sinks.lm_head.build import build_head
+    from vllm_tf_sinks.lm_head.classify import classify
 
     def refuse(self, *args, **kwargs):
         raise AssertionError("a decoder was constructed")
@@ -85,15 +85,15 @@ def built_alone(layers: int) -> tuple[str, float, float]:
     start = time.perf_counter()
     head = build_head(GraniteForCausalLM, config, None)
     built = time.perf_counter()
-    plan = classify(head, config.hidden_size)
-    return plan.describe(), built - start, time.perf_counter() - built
+    spec = classify(head, config.hidden_size)
+    return spec.describe(), built - start, time.perf_counter() - built
 
 
 def class_asked_for(**revisions: str) -> list:
     """What Transformers is asked for, for the class of remote code at a revision."""
     from transformers import LlamaConfig
 
-    from vllm_tf_sinks.head import build
+    from vllm_tf_sinks.lm_head import build
 
     asked = []
     build.get_class_from_dynamic_module = lambda *args, **kwargs: asked.append((args, kwargs))
@@ -127,8 +127,8 @@ def multimodal_kind(model_type: str) -> tuple[str, str, str, str | None]:
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
     from support.census import HEAD_FIELDS
-    from vllm_tf_sinks.head.build import build_head, causal_lm_class, tied_to
-    from vllm_tf_sinks.head.classify import classify
+    from vllm_tf_sinks.lm_head.build import build_head, causal_lm_class, tied_to
+    from vllm_tf_sinks.lm_head.classify import classify
 
     config = CONFIG_MAPPING[model_type]()
     config.architectures = [MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[model_type]]

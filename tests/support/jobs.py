@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs in a fork of a zygote: a checkpoint served by vLLM, or evaluated by Hugging Face."""
+"""What runs in a fork of a fork_server: a checkpoint served by vLLM, or evaluated by Hugging Face."""
 
 import numpy as np
 

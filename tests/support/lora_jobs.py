@@ -141,7 +141,7 @@ def refusals() -> dict[str, str]:
     """Why adapters of a projection are refused where no CPU can serve the model."""
     from types import SimpleNamespace
 
-    from vllm_tf_sinks.vllm_api.lora import refusal_of_output_adapters
+    from vllm_tf_sinks.compat.lora import refusal_of_output_adapters
 
     def refusal(**settings) -> str:
         lora = SimpleNamespace(target_modules=None)

@@ -106,6 +106,19 @@ def split_elsewhere() -> None:
     base.__init__ = init_and_split
 
 
+def split_late() -> None:
+    """Let the model be split over pipeline ranks once more, after its attention layers are made."""
+    base = _base()
+    name = next(name for name in vars(base) if name.endswith("create_attention_instances"))
+    create = getattr(base, name)
+
+    def create_and_split(self, *args, **kwargs):
+        self.pipeline_parallel()
+        return create(self, *args, **kwargs)
+
+    setattr(base, name, create_and_split)
+
+
 def initialise_elsewhere() -> None:
     """Let parameters be given memory by another method, and the patched one not be called."""
     base = _base()

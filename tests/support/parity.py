@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
+from support.fork_server import ForkServer, JobError
 from support.jobs import ENGINE, PROMPTS, rows_of
 from support.small import NOT_BUILT
-from support.zygote import JobError, Zygote
 
 CLOSE = 1e-4  # what float32 and two orders of summation leave; a dropped component shows above 1e-3
 LIMIT = 200  # seconds
@@ -44,7 +44,7 @@ def worst(verdicts: list[Verdict]) -> Verdict:
     return min(verdicts, key=lambda verdict: WORST_FIRST.index(verdict.outcome))
 
 
-def check(vllm: Zygote, model_type: str, tied: bool, settings: list[str], **changes) -> dict:
+def check(vllm: ForkServer, model_type: str, tied: bool, settings: list[str], **changes) -> dict:
     """Build `model_type` and serve it under each value of `VLLM_TF_SINKS` in `settings`.
 
     Args:
@@ -64,7 +64,7 @@ def check(vllm: Zygote, model_type: str, tied: bool, settings: list[str], **chan
         return said | {setting: asdict(_serve(vllm, folder, setting)) for setting in settings}
 
 
-def _serve(vllm: Zygote, folder: str, setting: str) -> Verdict:
+def _serve(vllm: ForkServer, folder: str, setting: str) -> Verdict:
     try:
         served = vllm.run("support.parity:serve", env=ENVIRONMENT | {"VLLM_TF_SINKS": setting}, checkpoint=folder)
     except JobError as error:  # not even an exception

@@ -9,9 +9,9 @@ import sys
 from contextlib import contextmanager
 
 from vllm_tf_sinks import PatchError, register, revert, status
-from vllm_tf_sinks.patches import apply
-from vllm_tf_sinks.patches.catalogue import CATALOGUE
 from vllm_tf_sinks.patches.patch import Target
+from vllm_tf_sinks.patches.patcher import _patcher, summary
+from vllm_tf_sinks.patches.table import PATCHES
 
 BACKEND = "vllm.model_executor.models.transformers"
 MISSING = f"{BACKEND}.base:Base.pipeline_parallel"  # the target that jobs take away or change
@@ -39,7 +39,7 @@ def states_after_import() -> dict[str, str]:
 
 def current() -> dict[str, object]:
     """What is at each target of the catalogue that this vLLM has."""
-    targets = [Target.find(path) for patch in CATALOGUE for path in patch.targets]
+    targets = [Target.find(path) for patch in PATCHES for path in patch.targets]
     return {target.path: target.get() for target in targets if target}
 
 
@@ -94,7 +94,7 @@ def life() -> dict:
 def targets_taken() -> dict[str, str]:
     """For each row that this vLLM needs, the target that is patched."""
     import_backend()
-    return {patch.name: patch.find().path for patch in CATALOGUE if not patch.has()}
+    return {patch.name: patch.find().path for patch in PATCHES if not patch.has()}
 
 
 def replaced() -> list[dict]:
@@ -137,77 +137,59 @@ def reverted_before_the_import() -> dict:
     return {"waiting": waiting, "off": off, "again": states()}
 
 
-def _foreign(original):
+def _wrapped(original):
     """What another plugin wraps a method in."""
 
     @functools.wraps(original)
-    def foreign(*args, **kwargs):
+    def wrapper(*args, **kwargs):
         return original(*args, **kwargs)
 
-    return foreign
+    return wrapper
 
 
-def _foreign_default(original):
-    """A wrapper out of which nothing can be taken."""
-
-    @functools.wraps(original)
-    def foreign(*args, wrapped=original, **kwargs):
-        return wrapped(*args, **kwargs)
-
-    return foreign
-
-
-def _foreign_proxy(original):
+def _proxied(original):
     import wrapt
 
     return wrapt.FunctionWrapper(original, lambda wrapped, instance, args, kwargs: wrapped(*args, **kwargs))
 
 
-WRAPPERS = {"closure": _foreign, "default": _foreign_default, "proxy": _foreign_proxy}
+WRAPPERS = {"closure": _wrapped, "proxy": _proxied}
 
 
-def another_plugin(order: str, wrapper: str = "closure") -> dict:
-    """Another plugin wraps a target of ours, before us or after us; then ours is taken back.
+def another_plugin(order: str, wrapper: str) -> dict:
+    """Another plugin wraps a target of ours, before us or after us. We revert, it is undone, and we revert again.
 
     Returns:
-        the row after revert(); what is at the target: `foreign`, `original` or `ours`; who is called,
-        in order; and the state after another register().
+        the row after each revert(); whether each left the target to the other plugin, to us, or as it was;
+        and the state after another register().
     """
     base = importlib.import_module(f"{BACKEND}.base")
     import_backend()
-    called: list[str] = []
-
-    def pipeline_parallel(self):
-        called.append("original")
-
-    base.Base.pipeline_parallel = pipeline_parallel
+    original = vars(base.Base)["pipeline_parallel"]
     wrap = WRAPPERS[wrapper]
     if order == "before":
-        base.Base.pipeline_parallel = wrap(base.Base.pipeline_parallel)
+        base.Base.pipeline_parallel = wrap(original)
+    found = vars(base.Base)["pipeline_parallel"]
     register()
     ours = vars(base.Base)["pipeline_parallel"]
     if order == "after":
         base.Base.pipeline_parallel = wrap(ours)
-    there = vars(base.Base)["pipeline_parallel"]
+    theirs = vars(base.Base)["pipeline_parallel"]
+
+    def left() -> str:
+        current = vars(base.Base)["pipeline_parallel"]
+        return "as found" if current is found else "ours" if current is ours else "theirs" if current is theirs else "?"
+
     revert()
-    row = rows()[MISSING_ROW]
-    left = vars(base.Base)["pipeline_parallel"]
-    chain = [left]
-    while hasattr(chain[-1], "__wrapped__"):
-        chain.append(chain[-1].__wrapped__)
-    base.Base.pipeline_parallel(object()) if ours not in chain else None
+    first = rows()[MISSING_ROW], left()
+    base.Base.pipeline_parallel = ours if order == "after" else original
+    revert()
+    second = rows()[MISSING_ROW], left()
     register()
-    return {
-        "row": row,
-        "foreign_stays": left is there or (order == "before" and left is not ours),
-        "ours_stays": ours in chain,
-        "ends_in_the_original": chain[-1] is pipeline_parallel,
-        "called": called,
-        "again": states()[MISSING_ROW],
-    }
+    return {"first": first, "second": second, "again": states()[MISSING_ROW]}
 
 
-def put_back_by_somebody_else() -> dict:
+def put_back_by_another_plugin() -> dict:
     """Another plugin restores what was there before ours."""
     import_backend()
     base = importlib.import_module(f"{BACKEND}.base")
@@ -239,19 +221,19 @@ def _another_version(version):
 
 
 def _break_replacement():
-    from vllm_tf_sinks.sinks import layers
+    from vllm_tf_sinks.attention import sink_layers
 
-    del layers.find_after_pipeline_split
+    del sink_layers.find_after_pipeline_split
 
 
 def _break_probe():
-    from vllm_tf_sinks import vllm_api
+    from vllm_tf_sinks import compat
 
     def broken():
         raise RuntimeError("the probe broke")
 
-    probe = vllm_api.attention.layers_take_sinks
-    apply.CATALOGUE = tuple(patch._replace(has=broken) if patch.has is probe else patch for patch in CATALOGUE)
+    probe = compat.attention.layers_take_sinks
+    _patcher.patches = tuple(patch._replace(has=broken) if patch.has is probe else patch for patch in PATCHES)
 
 
 MISFITS = {
@@ -283,7 +265,7 @@ def misfit(kind: str, reverts: bool = False) -> dict:
     return {
         "error": error,
         "rows": rows(),
-        "changed": [p.name for p in CATALOGUE if any(now.get(path) is not originals.get(path) for path in p.targets)],
+        "changed": [p.name for p in PATCHES if any(now.get(path) is not originals.get(path) for path in p.targets)],
         "warnings": messages(records, logging.WARNING),
         "info": messages(records, logging.INFO),
         "version": sys.modules["vllm.version"].__version__,
@@ -324,4 +306,4 @@ def trigger_survives_find_spec() -> dict[str, str]:
 
 
 def line() -> str:
-    return apply.summary()
+    return summary()

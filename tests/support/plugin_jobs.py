@@ -10,7 +10,7 @@ from collections.abc import Callable
 from support.jobs import served_rows
 from support.patching import BACKEND, current, depth, import_backend, states
 from vllm_tf_sinks import register, revert
-from vllm_tf_sinks.patches.catalogue import CATALOGUE
+from vllm_tf_sinks.patches.table import PATCHES
 
 used: Counter[str] = Counter()  # how often something of the other plugin was called
 
@@ -38,7 +38,7 @@ def counting(function):
 
 def wrap_the_same() -> Undo:
     """Wrap every method that our catalogue patches."""
-    targets = [patch.find() for patch in CATALOGUE if not patch.has()]
+    targets = [patch.find() for patch in PATCHES if not patch.has()]
     undo = []
     for target in targets:
         original = target.get()

@@ -23,7 +23,7 @@ def registered() -> dict:
 
 
 def untouched_depths() -> dict[str, int]:
-    """How many wrappers are around each target in stock vLLM."""
+    """How many wrappers are around each target in upstream vLLM."""
     import_backend()
     return {path: depth(function) for path, function in current().items()}
 

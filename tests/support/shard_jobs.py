@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Jobs that place the sink of a real attention module on one of several ranks."""
 
-from vllm_tf_sinks.sinks.find import Sink
-from vllm_tf_sinks.sinks.shard import check_divisible, heads_of_rank, sink_parameter
+from vllm_tf_sinks.attention.sink_finder import Sink
+from vllm_tf_sinks.attention.sink_loader import check_divisible, heads_of_rank, sink_parameter
 
 HEADS = 8
 

@@ -122,8 +122,8 @@ def attention_function(checkpoint: str, tamper: str = "") -> str:
     if tamper:
         call(tamper)
     (name,) = LLM(checkpoint, **ENGINE).apply_model(lambda model: model.text_config._attn_implementation)
-    stock = inspect.unwrap(ALL_ATTENTION_FUNCTIONS["vllm"])
-    return "stock" if ALL_ATTENTION_FUNCTIONS[name] is stock else "guarded"
+    upstream = inspect.unwrap(ALL_ATTENTION_FUNCTIONS["vllm"])
+    return "upstream" if ALL_ATTENTION_FUNCTIONS[name] is upstream else "guarded"
 
 
 def mla_function_refuses() -> str:
@@ -159,7 +159,7 @@ def mla_function_refuses() -> str:
 
 def finds(case: str) -> list[tuple[str, int, str]]:
     """The sinks that are found in a module tree."""
-    from vllm_tf_sinks.sinks.find import find_sinks
+    from vllm_tf_sinks.attention.sink_finder import find_sinks
 
     sinks = find_sinks(_TREES[case]())
     return [(sink.module_name, sink.layer_index, sink.parameter_name) for sink in sinks]

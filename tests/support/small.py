@@ -287,9 +287,9 @@ def build(model_type: str, folder: str, tied: bool = False, **changes) -> dict:
 
 def _head(model) -> str:
     """The kind of a model's head."""
-    from vllm_tf_sinks.head.build import build_head
-    from vllm_tf_sinks.head.classify import classify
-    from vllm_tf_sinks.head.standin import HeadError
+    from vllm_tf_sinks.errors import HeadError
+    from vllm_tf_sinks.lm_head.build import build_head
+    from vllm_tf_sinks.lm_head.classify import classify
 
     try:
         head = build_head(type(model), model.config, model.base_model)
@@ -301,7 +301,7 @@ def _head(model) -> str:
 
 def _sink_layers(model) -> int:
     """How many attention layers have a sink."""
-    from vllm_tf_sinks.sinks.find import find_sinks
+    from vllm_tf_sinks.attention.sink_finder import find_sinks
 
     model.config.get_text_config()._attn_implementation = "vllm"
     return len(find_sinks(model))

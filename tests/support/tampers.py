@@ -79,20 +79,20 @@ def decode_context_parallel() -> None:
     Base._patch_config = with_decode_context_parallel
 
 
-def rehearse_nothing() -> None:
-    """Let no model be rehearsed to its end, as one that looks at values."""
-    from vllm_tf_sinks.guards import checks
-    from vllm_tf_sinks.guards.rehearsal import Rehearsal
+def dry_run_nothing() -> None:
+    """Let no model be run once without weights to its end, as one that looks at values."""
+    from vllm_tf_sinks.attention import checks
+    from vllm_tf_sinks.attention.dry_run import DryRun
 
-    checks.rehearse = lambda model, text_config: Rehearsal(error=RuntimeError("no values"))
+    checks.perform_dry_run = lambda model, text_config: DryRun(error=RuntimeError("no values"))
 
 
 def take_every_head_for_a_projection() -> None:
     """Let the plugin find no head to be more than a projection."""
-    from vllm_tf_sinks.head import install
-    from vllm_tf_sinks.head.classify import Kind, Plan
+    from vllm_tf_sinks.lm_head import install
+    from vllm_tf_sinks.lm_head.classify import HeadSpec, Kind
 
-    install.classify = lambda head, hidden_size: Plan(Kind.PROJECTION)
+    install.classify = lambda head, hidden_size: HeadSpec(Kind.PROJECTION)
 
 
 def lose_a_target() -> None:

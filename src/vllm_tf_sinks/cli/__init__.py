@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `vllm-tf-sinks`. Importing this imports neither torch nor vLLM; each command does what it needs."""
+"""The command `vllm-tf-sinks`. Importing this package imports neither torch nor vLLM, but a command may."""
 
 import argparse
 import importlib
@@ -14,7 +14,14 @@ COMMANDS = ("doctor", "inspect", "verify")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status, which is 1 where a package is missing that the commands need."""
+    """Run one command and return its exit status.
+
+    Args:
+        arguments: the command and its arguments. None is those of the process.
+
+    Returns:
+        The exit status of the command; 1 if a package that it needs is missing.
+    """
     try:
         return _main(arguments)
     except ImportError as error:
@@ -27,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _main(arguments: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(
         prog="vllm-tf-sinks",
-        description="Attention sinks and true output heads for vLLM's Transformers modeling backend.",
+        description="Attention sinks and models' own output heads for vLLM's Transformers modeling backend.",
     )
     parser.add_argument("--version", action="version", version=version("vllm-tf-sinks"))
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
@@ -36,11 +43,11 @@ def _main(arguments: Sequence[str] | None) -> int:
         formatter = argparse.RawDescriptionHelpFormatter
         text = command.__doc__ or ""
         sub = commands.add_parser(name, help=text.split("\n")[0], description=text, formatter_class=formatter)
-        sub.add_argument("--json", action="store_true", help="print JSON, for programs")
+        sub.add_argument("--json", action="store_true", help="print JSON")
         command.add_arguments(sub)
         sub.set_defaults(run=command.run)
     options = parser.parse_args(arguments)
-    # Standard output is ours alone
+    # Only the command itself may write to standard output
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Say whether the plugin works here: versions, patches, settings, attention backends.
+"""Report whether the plugin works here: versions, settings, patches, attention backends.
 
-The exit status is 0 if all is well, 1 if something will not work; what to do is printed then.
+The exit status is 0 without problems, and 1 with any. Each problem is printed with what to do.
 """
 
 import argparse
@@ -12,17 +12,18 @@ import sys
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, entry_points, version
 
-from vllm_tf_sinks import hooks, vllm_api
+from vllm_tf_sinks import compat, hooks
 from vllm_tf_sinks.cli import text
-from vllm_tf_sinks.patches.apply import status
-from vllm_tf_sinks.patches.patch import PatchError, State
+from vllm_tf_sinks.errors import PatchError
+from vllm_tf_sinks.patches.patch import State
+from vllm_tf_sinks.patches.patcher import status
 from vllm_tf_sinks.plugin import register
 from vllm_tf_sinks.settings import VALUES, VARIABLE, read_settings
 
-GROUP, NAME = "vllm.general_plugins", "tf_sinks"  # our entry point
+GROUP, NAME = "vllm.general_plugins", "tf_sinks"  # the entry point of this package
 FILTER = "VLLM_PLUGINS"
 
-# What is shown -> names of the distribution, of which one may be installed
+# Name in the report -> names of the distributions that may have it
 PACKAGES = {
     "torch": ("torch",),
     "transformers": ("transformers",),
@@ -32,7 +33,7 @@ PACKAGES = {
 
 @dataclass(frozen=True)
 class Problem:
-    """Something that will not work, and what to do about it."""
+    """A problem, and what to do about it."""
 
     what: str
     do: str
@@ -40,17 +41,18 @@ class Problem:
 
 @dataclass
 class Report:
-    """What `doctor` finds.
+    """The report of `doctor`.
 
     Attributes:
-        versions: of each package, None where it is missing.
+        versions: package -> its version, None if it is not installed.
         tested: whether this package was tested on this version of vLLM.
-        device: vLLM's name for what it runs on.
+        device: vLLM's name for its device.
         variable: value and meaning of `VLLM_TF_SINKS`.
         loaded: whether vLLM would load the plugin, and why.
-        patches: name, state and reason of each row of the catalogue.
-        attention_backends: names of those that take sinks here.
-        hook_plugins: names of the plugins of this plugin.
+        patches: name, state and reason of each row of the table of patches.
+        attention_backends: names of the attention backends that take sinks on this platform.
+        hook_plugins: names of the installed hook plugins.
+        problems: all problems.
     """
 
     versions: dict[str, str | None] = field(default_factory=dict)
@@ -64,23 +66,23 @@ class Report:
     problems: list[Problem] = field(default_factory=list)
 
     def problem(self, what: str, do: str) -> None:
-        """Note that something will not work."""
+        """Add a problem."""
         self.problems.append(Problem(what, do))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """It has none of its own."""
+    """Add the arguments of `doctor` to `parser`: it has none."""
 
 
 def run(options: argparse.Namespace) -> int:
-    """Examine this environment, print what was found, and return the exit status."""
+    """Examine this environment, print the report, and return the exit status."""
     report = examine()
     print(json.dumps(asdict(report), indent=2) if options.json else as_text(report))
     return int(bool(report.problems))
 
 
 def examine() -> Report:
-    """What is here, with the plugin registered and the backend imported in this process."""
+    """Examine this environment. This registers the plugin and imports vLLM's Transformers backend."""
     report = Report()
     report.versions = {
         "vllm-tf-sinks": version("vllm-tf-sinks"),
@@ -90,17 +92,17 @@ def examine() -> Report:
     }
     _examine_loading(report)
     try:
-        report.versions["vllm"] = vllm_api.engine.version()
+        report.versions["vllm"] = compat.engine.version()
     except ImportError as error:
         report.problem(
             f"vLLM cannot be imported: {error}.",
             "Install vLLM into the environment of this command: see its installation guide for your hardware.",
         )
         return report
-    if reason := vllm_api.engine.too_old():
-        report.problem(f"{reason}, and nothing is patched.", f"Install vLLM {vllm_api.engine.OLDEST} or newer.")
+    if reason := compat.engine.too_old():
+        report.problem(f"{reason}, so that nothing is patched.", f"Install vLLM {compat.engine.OLDEST} or newer.")
     else:
-        report.tested = vllm_api.engine.is_tested()
+        report.tested = compat.engine.is_tested()
     _examine_device(report)
     _examine_patches(report)
     _examine_hooks(report)
@@ -117,7 +119,7 @@ def _version(*distributions: str) -> str | None:
 
 
 def _examine_loading(report: Report) -> None:
-    """Whether vLLM would load the plugin: by its entry point, if `VLLM_PLUGINS` lets it."""
+    """Find out whether vLLM would load the plugin: it has an entry point, and `VLLM_PLUGINS` does not exclude it."""
     allowed = os.environ.get(FILTER)
     if not entry_points(group=GROUP, name=NAME):
         report.loaded = {"yes": False, "why": f"the entry point {NAME} of {GROUP} is not installed"}
@@ -139,15 +141,15 @@ def _examine_loading(report: Report) -> None:
 
 def _examine_device(report: Report) -> None:
     try:
-        report.device = vllm_api.engine.device()
-        report.attention_backends = vllm_api.attention.backends_with_sinks()
-    except Exception as error:  # whatever drivers raise
+        report.device = compat.engine.device()
+        report.attention_backends = compat.attention.backends_with_sinks()
+    except Exception as error:  # a driver may raise anything
         report.problem(f"vLLM finds no device: {error}.", "Install the build of vLLM for this machine.")
         return
     if not report.attention_backends:
         report.problem(
-            f"No attention backend of vLLM takes sinks on {report.device}: models that have them are refused.",
-            "Serve such models on other hardware; models without sinks are not affected.",
+            f"No attention backend of vLLM takes sinks on {report.device}. Models with sinks are refused.",
+            "Serve models with sinks on other hardware. Other models are not affected.",
         )
 
 
@@ -156,16 +158,16 @@ def _examine_patches(report: Report) -> None:
         settings = read_settings()
         report.variable = {"value": settings.value, "meaning": VALUES[settings.value]}
         register()
-        importlib.import_module(vllm_api.engine.BACKEND)
+        importlib.import_module(compat.engine.BACKEND)
     except PatchError:
-        pass  # under strict; the rows say why
+        pass  # under strict; the rows have the reasons
     except ValueError as error:
-        report.variable = {"value": os.environ[VARIABLE], "meaning": "not a value that it takes"}
-        report.problem(str(error), "vLLM does not start with it.")
-    except Exception as error:  # whatever vLLM's modules raise
+        report.variable = {"value": os.environ[VARIABLE], "meaning": "not a valid value"}
+        report.problem(str(error), "Correct the variable: vLLM does not start with this value.")
+    except Exception as error:  # vLLM's modules may raise anything
         report.problem(
             f"vLLM's Transformers backend cannot be imported: {type(error).__name__}: {error}",
-            "Check that torch, torchvision and transformers belong together.",
+            "Install versions of torch, torchvision and transformers that fit each other.",
         )
     for row in status():
         reason = row.reason or row.patch.why
@@ -174,7 +176,7 @@ def _examine_patches(report: Report) -> None:
             report.problem(
                 f"{row.patch.name} does not fit this vLLM: {row.reason}.",
                 "Models that need it get wrong logprobs or do not load. Use a tested vLLM "
-                f"({', '.join(vllm_api.engine.TESTED)}), or report this with the output of doctor --json.",
+                f"({', '.join(compat.engine.TESTED)}), or report this with the output of doctor --json.",
             )
 
 
@@ -182,7 +184,7 @@ def _examine_hooks(report: Report) -> None:
     plugins = hooks.plugins()
     report.hook_plugins = plugins.names
     for name, why in plugins.broken.items():
-        report.problem(f"The plugin {name!r} of this plugin is left out: {why}.", "Update or uninstall its package.")
+        report.problem(f"The hook plugin {name!r} is disabled: {why}.", "Update or uninstall its package.")
 
 
 MARKS = {
@@ -195,10 +197,10 @@ MARKS = {
 
 
 def as_text(report: Report) -> str:
-    """The report for a terminal."""
+    """The report as text for a terminal."""
     facts = [(name, found or "not installed") for name, found in report.versions.items()]
     if not report.tested:
-        tested = ", ".join(vllm_api.engine.TESTED)
+        tested = ", ".join(compat.engine.TESTED)
         facts.append(
             ("", f"This is an untested version of vLLM: each model is checked once it is loaded. Tested: {tested}.")
         )
@@ -215,21 +217,21 @@ def as_text(report: Report) -> str:
         rows = [(MARKS[p["state"]][0], p["name"], p["state"], p["reason"]) for p in report.patches]
         parts += [text.heading("Patches"), _with_marks(text.columns(rows))]
     if report.device:
-        parts += [text.heading("Attention backends that take sinks here")]
+        parts += [text.heading("Attention backends that take sinks")]
         parts += [text.paragraph(", ".join(report.attention_backends) or "none", "  ")]
     if report.problems:
-        parts.append(text.heading("What will not work"))
+        parts.append(text.heading("Problems"))
         for problem in report.problems:
             parts += [_with_marks(text.paragraph(problem.what, "  ✗ ")), text.paragraph(problem.do, "    → ")]
     else:
-        parts.append("\n" + text.coloured(_all_well(report), "green"))
+        parts.append("\n" + text.coloured(_no_problems(report), "green"))
     return "\n".join(parts)
 
 
-def _all_well(report: Report) -> str:
+def _no_problems(report: Report) -> str:
     if report.variable.get("value") == "0":
-        return f"Nothing is wrong, but {VARIABLE}=0 turns the plugin off."
-    return "All is well: vLLM loads the plugin, and it fits."
+        return f"No problems, but {VARIABLE}=0 turns the plugin off."
+    return "No problems: vLLM loads the plugin, and all patches fit."
 
 
 def _with_marks(lines: str) -> str:

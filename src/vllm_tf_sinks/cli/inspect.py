@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Say how vLLM would serve a model, from its config and code alone: no weights, no GPU.
+"""Report how vLLM would serve a model, from its config and code, without weights or a GPU.
 
-The exit status is 0 if it would give Hugging Face's logprobs, 3 if it would be refused, 1 if it would be wrong
-(the plugin is off and needed) or cannot be inspected.
+The exit status is 0 if the model would have Hugging Face's logprobs, 3 if vLLM or the plugin would refuse it, and 1 if
+its logprobs would be wrong (the plugin is off, and needed) or it cannot be inspected.
 """
 
 import argparse
@@ -16,25 +16,26 @@ from vllm_tf_sinks.cli import text
 from vllm_tf_sinks.settings import read_settings
 
 if TYPE_CHECKING:
-    from vllm_tf_sinks.inspection import HeadReport, Inspection, SinkReport
-    from vllm_tf_sinks.stock import Weight
+    from vllm_tf_sinks.report.inspect_model import HeadReport, Inspection, SinkReport
+    from vllm_tf_sinks.report.upstream import WeightReport
 
 STATUS = {"right": 0, "wrong": 1, "refused": 3}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which model, and how it would be served."""
+    """Add the arguments of `inspect` to `parser`."""
     parser.add_argument("model", metavar="MODEL", help="a folder or a hub id")
-    parser.add_argument("--revision", help="branch, tag or commit of the hub")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the checkpoint")
-    parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N", help="ranks (default: 1)")
-    parser.add_argument("--max-model-len", type=int, metavar="N", help="longest context (default: the config's)")
+    add = parser.add_argument
+    add("--revision", help="branch, tag or commit on the hub")
+    add("--trust-remote-code", action="store_true", help="run the code of the checkpoint")
+    add("--tensor-parallel-size", type=int, default=1, metavar="N", help="number of ranks (default: 1)")
+    add("--max-model-len", type=int, metavar="N", help="largest number of tokens of a sequence (default: the config's)")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Inspect the model, print what was found, and return the exit status."""
+    """Inspect the model, print the report, and return the exit status."""
     try:
-        from vllm_tf_sinks.inspection import inspect_model
+        from vllm_tf_sinks.report.inspect_model import inspect_model
 
         report = inspect_model(
             options.model,
@@ -55,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def as_text(report: "Inspection") -> str:
-    """The report for a terminal."""
+    """The report as text for a terminal."""
     served = f"in {report.dtype} " * bool(report.dtype) + f"on vLLM {report.vllm}"
     ranks = f", {report.tensor_parallel_size} tensor-parallel ranks" if report.tensor_parallel_size > 1 else ""
     parts = [text.coloured(f"{report.architecture} {served}{ranks}", "bold")]
@@ -64,8 +65,8 @@ def as_text(report: "Inspection") -> str:
     if report.head:
         parts += [text.heading(f"Output head: {report.head.kind}"), _head(report.head)]
     if report.alone or report.outcome == "right":
-        alone = report.alone or ["is right"]
-        parts += [text.heading("vLLM alone"), _list(alone, "✗" if report.alone else "✓")]
+        alone = report.alone or ["computes Hugging Face's logprobs"]
+        parts += [text.heading("Upstream vLLM"), _list(alone, "✗" if report.alone else "✓")]
     if report.plugin and report.outcome == "right":
         parts += [text.heading("The plugin"), _list(report.plugin, "✓")]
     if report.features and report.outcome == "right":
@@ -77,7 +78,7 @@ def _sinks(sinks: "SinkReport", ranks: int) -> str:
     names = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in sinks.parameters))
     size = ", ".join(f"{heads} numbers" for heads in sinks.heads)
     if ranks > 1:
-        size += ", " + ", ".join(map(str, sinks.heads_a_rank)) + " a rank"
+        size += ", " + ", ".join(map(str, sinks.heads_a_rank)) + " per rank"
     layers = f"{len(sinks.layers)} of {sinks.of_layers}"
     if len(sinks.layers) < sinks.of_layers:
         layers += ": " + ", ".join(map(str, sinks.layers))
@@ -90,7 +91,7 @@ def _head(head: "HeadReport") -> str:
     return text.columns([*rows, *_labelled("weights", [_weight(weight) for weight in head.weights])])
 
 
-def _weight(weight: "Weight") -> str:
+def _weight(weight: "WeightReport") -> str:
     if weight.tied_to:
         return f"{weight.name}, tied to {weight.tied_to}"
     renamed = weight.in_checkpoint != weight.name
@@ -108,7 +109,7 @@ def _list(lines: list[str], mark: str) -> str:
 
 def _verdict(report: "Inspection") -> str:
     if report.outcome == "right":
-        return text.coloured("Served with Hugging Face's logprobs.", "green")
+        return text.coloured("vLLM serves it with Hugging Face's logprobs.", "green")
     word = "Refused" if report.outcome == "refused" else "Wrong"
     return "\n".join(
         text.paragraph(reason, f"{word}: ").replace(word, text.coloured(word, "red"), 1) for reason in report.reasons

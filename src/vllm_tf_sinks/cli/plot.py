@@ -1,22 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw comparisons: logprob against logprob, and the difference along the text."""
+"""Plot comparisons: vLLM's logprobs against Hugging Face's, and their differences by position."""
 
 from pathlib import Path
 
 import matplotlib
 import numpy as np
 
-from vllm_tf_sinks.parity import Comparison
+from vllm_tf_sinks.parity.compare import Comparison
 
-matplotlib.use("Agg")  # no window
+matplotlib.use("Agg")  # without a window
 from matplotlib import pyplot as plt
 
 PARTS = ((False, "prompt", "tab:blue"), (True, "decode", "tab:orange"))
-SMALLEST = 1e-8  # drawn for a difference of nothing, on a scale that has no 0
+SMALLEST = 1e-8  # plotted for a difference of 0, which a logarithmic scale does not have
 
 
 def draw(comparisons: dict[str, Comparison], title: str, path: Path) -> None:
-    """Write a picture to `path`, with a column for each comparison, by its name."""
+    """Write a plot to the file `path`.
+
+    Args:
+        comparisons: name -> comparison; each has a column of the plot.
+        title: the title of the plot.
+        path: the file to write.
+    """
     figure, axes = plt.subplots(
         2,
         len(comparisons),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text for a terminal: columns that wrap, and a little colour where the terminal takes it."""
+"""Text for a terminal: wrapped columns and colours."""
 
 import os
 import shutil
@@ -12,24 +12,24 @@ _INDENT = "  "
 
 
 def width() -> int:
-    """The columns to fill: those of the terminal, within reason."""
+    """The number of columns to fill: those of the terminal, between 60 and 120."""
     return max(60, min(120, shutil.get_terminal_size().columns))
 
 
 def coloured(text: str, colour: str) -> str:
-    """`text` in a colour, or in bold, on a terminal; as it is elsewhere, and under NO_COLOR."""
+    """`text` in a colour or in bold on a terminal; unchanged elsewhere, and if NO_COLOR is set."""
     if not sys.stdout.isatty() or "NO_COLOR" in os.environ:
         return text
     return f"\x1b[{_COLOURS[colour]}m{text}\x1b[0m"
 
 
 def heading(text: str) -> str:
-    """A line over what follows."""
+    """A heading: an empty line, and `text` in bold."""
     return "\n" + coloured(text, "bold")
 
 
 def columns(rows: Sequence[Sequence[str]]) -> str:
-    """`rows` in aligned columns, the last of which wraps."""
+    """`rows` in aligned columns. The last column wraps."""
     sizes = [max(map(len, column)) for column in zip(*(row[:-1] for row in rows), strict=True)]
     lines = []
     for row in rows:
@@ -39,7 +39,7 @@ def columns(rows: Sequence[Sequence[str]]) -> str:
 
 
 def paragraph(text: str, start: str = "") -> str:
-    """`text` after `start`, wrapped under itself."""
+    """`text` after `start`, wrapped, with further lines indented to the end of `start`."""
     wrapped = textwrap.wrap(
         text,
         width(),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare the logprobs of a model served by vLLM with those of Hugging Face's own eager code.
+"""Compare the logprobs of a model served by vLLM with those of Hugging Face's eager code.
 
-Each runs in a process of its own, one after the other. The exit status is 0 if they agree, 3 if the model is
-refused, 1 if they differ or cannot be compared.
+Hugging Face and vLLM run in separate processes, one after the other. The exit status is 0 if the logprobs agree, 3 if
+vLLM or the plugin refuses the model, and 1 if the logprobs differ or cannot be compared.
 """
 
 import argparse
@@ -18,10 +18,10 @@ from typing import Any
 
 from tqdm import tqdm
 
-from vllm_tf_sinks import parity
 from vllm_tf_sinks.cli import text
-from vllm_tf_sinks.parity import AGREES, DIFFERS, OFF, ON, REFUSED, Run, serve
-from vllm_tf_sinks.zygote import JobError, Zygote
+from vllm_tf_sinks.parity import compare
+from vllm_tf_sinks.parity.compare import AGREES, DIFFERS, OFF, ON, REFUSED, Run, run_vllm
+from vllm_tf_sinks.parity.fork_server import ForkServer, JobError
 
 STATUS = {AGREES: 0, DIFFERS: 1, REFUSED: 3}
 WORST = 5
@@ -29,33 +29,38 @@ CONTEXT = 4  # words shown before a token
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What is compared, how, and where the outcome goes."""
-    defaults = ", ".join(f"{tolerance:g} for {dtype}" for dtype, tolerance in parity.TOLERANCES.items())
+    """Add the arguments of `verify` to `parser`."""
+    defaults = ", ".join(f"{tolerance:g} for {dtype}" for dtype, tolerance in compare.TOLERANCES.items())
     add = parser.add_argument
     add("model", metavar="MODEL", help="a folder or a hub id")
-    add("--revision", help="branch, tag or commit of the hub")
-    add("--trust-remote-code", action="store_true", help="run code that comes with the checkpoint")
+    add("--revision", help="branch, tag or commit on the hub")
+    add("--trust-remote-code", action="store_true", help="run the code of the checkpoint")
     add(
         "--dtype",
         default="auto",
-        choices=["auto", *parity.TOLERANCES],
-        help="of both sides (default: the checkpoint's)",
+        choices=["auto", *compare.TOLERANCES],
+        help="dtype of the model in both (default: the checkpoint's)",
     )
-    add("--prompts", type=Path, metavar="FILE", help="one prompt a line (default: built-in ones, or random tokens)")
-    add("--new-tokens", type=_positive, default=16, metavar="N", help="to generate for each prompt (default: 16)")
-    add("--against", choices=["off"], help="compare with the plugin turned off as well")
-    tolerance = f"of the mean difference (default: {defaults}); the largest may be {parity.LARGEST} times that"
+    prompts = "file with one prompt per line (default: built-in prompts, or random tokens without a tokenizer)"
+    add("--prompts", type=Path, metavar="FILE", help=prompts)
+    new_tokens = "number of tokens to generate for each prompt (default: 16)"
+    add("--new-tokens", type=_positive, default=16, metavar="N", help=new_tokens)
+    add("--against", choices=["off"], help="also compare vLLM with the plugin off")
+    tolerance = (
+        f"largest mean difference in nats that agrees (default: {defaults}); a single difference may be "
+        f"{compare.LARGEST} times that"
+    )
     add("--tolerance", type=float, metavar="X", help=tolerance)
     add(
         "--engine-args",
         type=json.loads,
         default={},
         metavar="JSON",
-        help="of vllm.LLM: '{\"tensor_parallel_size\": 2}'",
+        help="arguments of vllm.LLM: '{\"tensor_parallel_size\": 2}'",
     )
-    add("--save-reference", type=Path, metavar="FILE", help="write what Hugging Face answers, and stop")
-    add("--reference", type=Path, metavar="FILE", help="read that, and do not run Hugging Face")
-    add("--plot", type=Path, metavar="FILE.png", help="draw the comparison (needs the extra vllm-tf-sinks[plot])")
+    add("--save-reference", type=Path, metavar="FILE", help="write Hugging Face's logprobs to this file, and stop")
+    add("--reference", type=Path, metavar="FILE", help="read Hugging Face's logprobs from a file of --save-reference")
+    add("--plot", type=Path, metavar="FILE.png", help="plot the comparison (needs the extra vllm-tf-sinks[plot])")
 
 
 def _positive(value: str) -> int:
@@ -65,25 +70,28 @@ def _positive(value: str) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run both sides, print the comparison, and return the exit status."""
+    """Run Hugging Face and vLLM, print the comparison, and return the exit status."""
     try:
         if options.plot:
-            import matplotlib  # noqa: F401  # before anything takes time
-        with Zygote(os.environ) as processes:
+            import matplotlib  # noqa: F401  # fails before the models run
+        with ForkServer(os.environ) as processes:
             reference = _reference(options, processes)
             if options.save_reference:
                 reference.save(options.save_reference)
-                print(f"Saved {len(reference.answers)} answers to {options.save_reference}", file=sys.stderr)
+                print(
+                    f"Saved the logprobs of {len(reference.sequences)} prompts to {options.save_reference}",
+                    file=sys.stderr,
+                )
                 return 0
-            tolerance = parity.TOLERANCES[reference.dtype] if options.tolerance is None else options.tolerance
+            tolerance = compare.TOLERANCES[reference.dtype] if options.tolerance is None else options.tolerance
             engine = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
             engine |= {"dtype": reference.dtype, **options.engine_args}
             runs = []
             for plugin in (ON, OFF) if options.against else (ON,):
                 with _progress(f"vLLM, {plugin}", "prompts") as on_progress:
-                    runs.append(serve(processes, plugin, options.model, reference, tolerance, engine, on_progress))
+                    runs.append(run_vllm(processes, plugin, options.model, reference, tolerance, engine, on_progress))
     except JobError as error:
-        print(f"{error}\n\nHugging Face cannot run {options.model}: {error.error}", file=sys.stderr)
+        print(f"{error}\n\nHugging Face could not run {options.model}: {error.error}", file=sys.stderr)
         return 1
     except (OSError, ValueError, ImportError) as error:
         print(error, file=sys.stderr)
@@ -101,13 +109,13 @@ def run(options: argparse.Namespace) -> int:
     return STATUS[runs[0].outcome]
 
 
-def _reference(options: argparse.Namespace, processes: Zygote) -> parity.Reference:
+def _reference(options: argparse.Namespace, processes: ForkServer) -> compare.Reference:
     if options.reference:
-        return parity.Reference.load(options.reference)
+        return compare.Reference.load(options.reference)
     prompts = options.prompts.read_text().splitlines() if options.prompts else None
     with _progress("Hugging Face", "tokens") as on_progress:
-        reference: parity.Reference = processes.run(
-            "vllm_tf_sinks.answers:answer_with_hugging_face",
+        reference: compare.Reference = processes.run(
+            "vllm_tf_sinks.parity.logprobs:hugging_face_logprobs",
             on_progress=on_progress,
             model=options.model,
             prompts=prompts,
@@ -121,8 +129,8 @@ def _reference(options: argparse.Namespace, processes: Zygote) -> parity.Referen
 
 @contextmanager
 def _progress(who: str, unit: str) -> Iterator[Any]:
-    """A progress bar, or how long it has been while nothing is reported; gives what a job's reports go to."""
-    over = threading.Event()
+    """Show a progress bar, or the elapsed time before the first report; yields the function for a job's reports."""
+    done = threading.Event()
     starting = "{desc:<20} starting [{elapsed}]"
     with tqdm(total=1, desc=who, unit=unit, bar_format=starting, ncols=min(100, text.width()), disable=None) as bar:
 
@@ -131,7 +139,7 @@ def _progress(who: str, unit: str) -> Iterator[Any]:
             bar.n, bar.total = done_of
 
         def keep_running() -> None:
-            while not over.wait(0.2):
+            while not done.wait(0.2):
                 bar.refresh()
 
         clock = threading.Thread(target=keep_running, daemon=True)
@@ -140,12 +148,12 @@ def _progress(who: str, unit: str) -> Iterator[Any]:
             yield on_progress
             bar.n = bar.total
         finally:
-            over.set()
+            done.set()
             clock.join()
 
 
-def as_json(model: str, reference: parity.Reference, runs: list[Run], tolerance: float) -> str:
-    """The outcome for programs."""
+def as_json(model: str, reference: compare.Reference, runs: list[Run], tolerance: float) -> str:
+    """The outcome as JSON."""
     report: dict[str, Any] = {"model": model, "dtype": reference.dtype, "tolerance": tolerance, "runs": []}
     for each in runs:
         entry: dict[str, Any] = {"plugin": each.plugin, "outcome": each.outcome, "reason": each.reason}
@@ -157,17 +165,17 @@ def as_json(model: str, reference: parity.Reference, runs: list[Run], tolerance:
     return json.dumps(report, indent=2, ensure_ascii=False)
 
 
-def as_text(model: str, reference: parity.Reference, runs: list[Run], tolerance: float) -> str:
-    """The outcome for a terminal."""
-    prompts = [answer.prompt_length for answer in reference.answers]
-    new = len(reference.answers[0].tokens) - prompts[0]
+def as_text(model: str, reference: compare.Reference, runs: list[Run], tolerance: float) -> str:
+    """The outcome as text for a terminal."""
+    prompts = [sequence.prompt_length for sequence in reference.sequences]
+    new = len(reference.sequences[0].tokens) - prompts[0]
     lengths = f"{min(prompts)}" if min(prompts) == max(prompts) else f"{min(prompts)} to {max(prompts)}"
     title = f"{model}, {reference.dtype}, {len(prompts)} prompts of {lengths} tokens, {new} new tokens each"
     parts = [text.coloured(title, "bold")]
-    parts += [text.heading("Differences of logprobs from Hugging Face's"), _table(runs)]
+    parts += [text.heading("Absolute differences from Hugging Face's logprobs"), _table(runs)]
     for each in runs:
         if each.comparison and (rows := _worst(each.comparison, reference)):
-            parts += [text.heading(f"Furthest apart, {each.plugin}"), text.columns([_line(row) for row in rows])]
+            parts += [text.heading(f"Largest differences, {each.plugin}"), text.columns([_line(row) for row in rows])]
     parts.append("")
     parts += [_verdict(each, tolerance) for each in runs]
     return "\n".join(parts)
@@ -176,38 +184,38 @@ def as_text(model: str, reference: parity.Reference, runs: list[Run], tolerance:
 def _table(runs: list[Run]) -> str:
     header = ("", "", "mean", "median", "90 %", "99 %", "largest", "same greedy")
     lines = [[f"{cell:>7}" if 2 <= at <= 6 else cell for at, cell in enumerate(header)]]
-    parts = False
+    is_partial = False
     for each in runs:
         if not each.comparison:
             lines.append([each.plugin, REFUSED, *[f"{'-':>7}"] * 5, "-"])
             continue
         for part, is_new in (("prompt", False), ("decode", True)):
             s = each.comparison.statistics(is_new)
-            parts |= s.compared < s.of
+            is_partial |= s.compared < s.of
             numbers = [f"{number:>7.2g}" for number in (s.mean, s.median, s.q90, s.q99, s.largest)]
             greedy = f"{s.greedy} of {s.compared}" + (f" ({s.of})" if s.compared < s.of else "")
             lines.append([each.plugin if not is_new else "", part, *numbers, greedy])
-    note = "\n\n" + text.paragraph("(in all) where greedy texts part: the rest is not compared", "  ") if parts else ""
-    return text.columns(lines) + note
+    note = "In parentheses: the number of all tokens. Those after a difference of the greedy texts are not compared."
+    return text.columns(lines) + ("\n\n" + text.paragraph(note, "  ") if is_partial else "")
 
 
-def _worst(comparison: parity.Comparison, reference: parity.Reference) -> list[dict[str, Any]]:
-    """The places that are furthest apart, in words."""
+def _worst(comparison: compare.Comparison, reference: compare.Reference) -> list[dict[str, Any]]:
+    """The places with the largest differences, as rows of the JSON report."""
     rows = []
     for place in comparison.worst(WORST):
         prompt, position = int(comparison.prompt[place]), int(comparison.position[place])
         entry = int(comparison.differences[place].argmax())
-        is_whole = comparison.reference.shape[1] > 1
+        has_all_tokens = comparison.reference.shape[1] > 1
         row: dict[str, Any] = {
             "difference": float(comparison.difference[place]),
             "prompt": prompt,
             "position": position,
             "part": "decode" if comparison.is_new[place] else "prompt",
-            "token": entry if is_whole else reference.answers[prompt].tokens[position],
+            "token": entry if has_all_tokens else reference.sequences[prompt].tokens[position],
             "hugging_face": float(comparison.reference[place, entry]),
             "vllm": float(comparison.served[place, entry]),
         }
-        if reference.words and not is_whole:
+        if reference.words and not has_all_tokens:
             words = reference.words[prompt]
             row["text"] = words[position]
             row["after"] = "".join(words[max(0, position - CONTEXT) : position])
@@ -224,6 +232,6 @@ def _line(row: dict[str, Any]) -> list[str]:
 
 def _verdict(each: Run, tolerance: float) -> str:
     word, colour = {AGREES: ("Agrees", "green"), DIFFERS: ("Differs", "red"), REFUSED: ("Refused", "red")}[each.outcome]
-    allowed = f"{tolerance:g} on average and {parity.LARGEST * tolerance:g} at most are allowed."
+    allowed = f"{tolerance:g} on average and {compare.LARGEST * tolerance:g} at most are allowed."
     line = text.paragraph(each.reason or allowed, f"{word}, {each.plugin}: ")
     return line.replace(word, text.coloured(word, colour), 1)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How vLLM is changed: the catalogue, preflight, applying all or none of a group, and the way back."""
+"""The patches of vLLM: their table, the checks before they are applied, and their reversal."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One change to vLLM: what it replaces, whether it fits, and the state it is in.
+"""One patch of vLLM: its target, the check whether it fits, and its state.
 
-Named tuples, since every process of vLLM imports this: a frozen dataclass takes a millisecond to make.
+The classes are named tuples, since every process of vLLM imports them: a frozen dataclass takes 1 ms to define.
 """
 
 import importlib
@@ -10,13 +10,13 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any, NamedTuple
 
+import wrapt
 
-class PatchError(RuntimeError):
-    """A patch does not fit this vLLM."""
+from vllm_tf_sinks.errors import PatchError
 
 
 class State(str, Enum):
-    """Where a patch stands in this process."""
+    """The state of a patch in this process."""
 
     PENDING = "pending"
     APPLIED = "applied"
@@ -26,18 +26,18 @@ class State(str, Enum):
 
 
 class Patch(NamedTuple):
-    """A row of the catalogue.
+    """A row of the table of patches.
 
     Attributes:
-        name: `group.what`, as messages and docs call it.
-        targets: where the patched callable may be, `module:Class.attribute` or `module:MAPPING[key]`;
-            the first that exists is taken.
-        parameters: the names that the target's signature must begin with; what follows has defaults.
-        replacement: `module:function` of ours; it takes the original and returns what replaces it.
+        name: the name in messages and docs, `group.name`.
+        targets: paths of the callable to patch, `module:Class.attribute` or `module:MAPPING[key]`. The first that
+            exists is patched.
+        parameters: the first parameters of the target's signature. All others must have defaults.
+        replacement: `module:function` of this package, which takes the original and returns its replacement.
         why: what is wrong without the patch.
-        has: says why this vLLM does not need the patch, or "" where it does; it looks at what is there.
-        upstream: the change of vLLM that makes the patch unnecessary.
-        until: when the row can be deleted.
+        has: a function that returns a reason if this vLLM does not need the patch, or "" if it does.
+        upstream: the change of upstream vLLM that makes the patch unnecessary.
+        until: the condition under which the row can be deleted.
     """
 
     name: str
@@ -51,14 +51,14 @@ class Patch(NamedTuple):
 
     @property
     def group(self) -> str:
-        """The group that is applied whole or not at all: `check`, `guard`, `head` or `sinks`."""
+        """The group: `check`, `guard`, `head` or `sinks`. All patches of a group are applied, or none."""
         return self.name.partition(".")[0]
 
     def find(self) -> "Target":
-        """The target in this vLLM.
+        """Find the target in this vLLM.
 
         Raises:
-            PatchError: if none of `targets` exists, or its signature is not the one expected.
+            PatchError: naming the targets, if none exists, or if the signature does not begin with `parameters`.
         """
         for path in self.targets:
             if (target := Target.find(path)) is not None:
@@ -67,7 +67,7 @@ class Patch(NamedTuple):
         raise PatchError(f"this vLLM has no {' or '.join(self.targets)}")
 
     def make(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """What replaces `original`."""
+        """Make the replacement of `original`."""
         module, _, name = self.replacement.partition(":")
         replacement: Callable[..., Any] = getattr(importlib.import_module(module), name)(original)
         return replacement
@@ -95,46 +95,46 @@ class Target(NamedTuple):
 
     @classmethod
     def find(cls, path: str) -> "Target | None":
-        """The target at `path`, or None where this vLLM has no such place."""
+        """Find the target at `path`; None if this vLLM does not have it."""
         module, _, rest = path.partition(":")
-        is_entry = rest.endswith("]")
-        dotted, _, key = rest[:-1].partition("[") if is_entry else rest.rpartition(".")
+        dotted, _, entry = rest.removesuffix("]").partition("[")
         try:
-            owner: Any = importlib.import_module(module)
-            for name in filter(None, dotted.split(".")):
-                owner = getattr(owner, name)
+            owner, key, found = wrapt.resolve_path(module, dotted)
         except (ImportError, AttributeError):
             return None
-        there = key in owner if is_entry else key in vars(owner)
-        return cls(path, owner, key, is_entry) if there else None
+        if entry:
+            mapping: Any = found
+            return cls(path, mapping, entry, True) if entry in mapping else None
+        return cls(path, owner, key, False) if key in vars(owner) else None
 
     def get(self) -> Callable[..., Any]:
-        """The callable that is there now."""
+        """The callable that the target holds now."""
         current: Callable[..., Any] = self.owner[self.key] if self.is_entry else vars(self.owner)[self.key]
         return current
 
     def set(self, value: Callable[..., Any]) -> None:
-        """Put `value` there."""
+        """Let the target hold `value`."""
         if self.is_entry:
             self.owner[self.key] = value
         else:
             setattr(self.owner, self.key, value)
 
     def check_parameters(self, expected: tuple[str, ...]) -> None:
-        """Check that a caller who passes `expected` is served.
+        """Check that the target can be called with the parameters `expected`.
 
         Raises:
-            PatchError: if the signature does not begin with `expected`, or demands more.
+            PatchError: naming the target, if its signature does not begin with `expected`, or has more parameters
+                without a default.
         """
         parameters = list(inspect.signature(self.get()).parameters.values())
         names = tuple(p.name for p in parameters[: len(expected)])
-        more = [
+        required = [
             p.name
             for p in parameters[len(expected) :]
             if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
         ]
-        # A wrapper of another plugin that passes everything on may hide the names
-        passes_on = {p.VAR_POSITIONAL for p in parameters if p.kind is p.VAR_POSITIONAL}
-        if (names != expected and not passes_on) or more:
+        # The wrapper of another plugin may have *args in place of the names
+        is_variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+        if (names != expected and not is_variadic) or required:
             signature = inspect.signature(self.get())
             raise PatchError(f"{self.path} has the signature {signature}, expected ({', '.join(expected)}, ...)")

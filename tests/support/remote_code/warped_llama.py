@@ -23,12 +23,20 @@ class Model(LlamaModel):
     config_class = Config
 
 
+class NormLinear(nn.Linear):
+    """A projection by rows of length 1."""
+
+    def forward(self, input):
+        return torch.nn.functional.linear(input, torch.nn.functional.normalize(self.weight), self.bias)
+
+
 class Head(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.warp = nn.Linear(config.hidden_size, config.warp_size)
         self.warp_norm = nn.LayerNorm(config.warp_size)
-        self.vocabulary = nn.Linear(config.warp_size, config.vocab_size, bias=True)
+        linear = NormLinear if config.head_form == "norm" else nn.Linear
+        self.vocabulary = linear(config.warp_size, config.vocab_size, bias=True)
         self.scale = config.warp_scale
         self.form = config.head_form
 
