@@ -4,7 +4,7 @@
 import pytest
 
 EAGER = "full, eager"
-WRITTEN = "Own.forward as written: "
+OWN_FORWARD = "Own.forward, run eagerly: "
 
 # form -> kind, weights, description
 EXPECTED = {
@@ -41,10 +41,10 @@ EXPECTED = {
         ["lm_head(x)", "norm(x0, p=fro, dim=-1, keepdim=True, dtype=None)", "x1 * x"],
     ),
     "rows": (EAGER, [], ["x * 3", "lm_head(x)"]),
-    "constant": (EAGER, [], [f"{WRITTEN}it uses a tensor of shape (16,) that is no weight"]),
-    "set_item": (EAGER, [], [f"{WRITTEN}__setitem__ changes a tensor in place"]),
-    "reads": (EAGER, [], [f"{WRITTEN}it reads numbers by item"]),
-    "splits": (EAGER, [], [f"{WRITTEN}split gives several tensors"]),
+    "constant": (EAGER, [], [f"{OWN_FORWARD}it uses a tensor of shape (16,) that is no weight"]),
+    "set_item": (EAGER, [], [f"{OWN_FORWARD}__setitem__ changes a tensor in place"]),
+    "reads": (EAGER, [], [f"{OWN_FORWARD}it reads numbers by item"]),
+    "splits": (EAGER, [], [f"{OWN_FORWARD}split gives several tensors"]),
 }
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decide, by running a head on random hidden states, how it can be run at least cost."""
+"""Run a head on random hidden states, and decide how to run it at least cost."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,9 +28,9 @@ class HeadSpec:
     """How a head is run.
 
     Attributes:
-        before: hidden states [1, N, H] to the projection's input [1, N, P]; None where nothing is done.
-        after: logits [..., V] to the head's; in place where `kind` is elementwise. None where nothing is done.
-        is_traced: whether `before` and `after` do all that the head does; else it is run as written.
+        before: maps hidden states [1, N, H] to the projection's input [1, N, P]; None if there is nothing to do.
+        after: maps the projection's logits [..., V] to the head's, in place if `kind` is elementwise; or None.
+        is_traced: whether `before` and `after` do all that the head does. If not, the head runs eagerly.
         weights: names of the parameters and buffers of the ForCausalLM that the head uses.
     """
 
@@ -63,11 +63,11 @@ _CASTS = {"float", "double", "to", "type"}
 
 
 def classify(head: Head, hidden_size: int) -> HeadSpec:
-    """How to run `head`, proved on random hidden states in float64 against the head as written.
+    """How to run `head`. The traced head must equal the eager one on random hidden states in float64.
 
     Raises:
-        HeadError: naming the class, if the head fails, gives other than finite logits, does not go
-            through its projection exactly once, or answers the same input differently.
+        HeadError: naming the class, if the head fails, gives logits that are not finite, does not call
+            its projection exactly once, or gives other logits for the same input.
     """
     try:
         with in_float64(head, hidden_size):
@@ -96,13 +96,13 @@ def _classify(head: Head, samples: list[Tensor]) -> HeadSpec:
 
 
 def eager_spec(head: Head) -> HeadSpec:
-    """The spec that holds for any head: its own forward, with every weight it has."""
+    """The spec that is right for any head: its own forward, with every weight."""
     tensors = [*head.model.named_parameters(), *head.model.named_buffers()]
     return HeadSpec(Kind.FULL, is_traced=False, weights=frozenset(name for name, _ in tensors))
 
 
 def _checked(head: Head, hidden: Tensor) -> Tensor:
-    """The logits as written, if the head gives the same finite ones twice through one projection."""
+    """The eager logits [1, N, V], if two runs give the same finite ones through one projection."""
     calls = 0
     project = head.projection.project
 
@@ -126,7 +126,7 @@ def _checked(head: Head, hidden: Tensor) -> Tensor:
 
 
 def _traced_spec(head: Head, hidden_states: Tensor) -> HeadSpec:
-    """What a trace of `head` on hidden states [1, N, H] amounts to; whether it holds for others is not proved.
+    """The spec of a trace of `head` on hidden states [1, N, H]. The caller proves it on others.
 
     Raises:
         NotTraceable: if the trace fails, or does not make two functions.

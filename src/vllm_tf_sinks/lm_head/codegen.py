@@ -40,11 +40,10 @@ def _part(nodes: Iterable[fx.Node], argument: fx.Node, result: fx.Node) -> fx.Gr
 
 
 def to_function(graph: fx.Graph, model: nn.Module) -> Callable[[Tensor], Tensor]:
-    """A function of one tensor that does what `graph` says, and lets go of each value after its last use.
+    """A function of one tensor that computes `graph`, and frees each value after its last use.
 
-    A GraphModule would not do: it copies references to parameters, which a reload may replace by new ones,
-    and its call has a wrapper. The function reads each weight by attribute of the module of `model` that owns
-    it, at each call.
+    A GraphModule copies references to parameters, which a reload may replace, and wraps each call. This
+    function reads each weight at each call, as an attribute of the module of `model` that owns it.
 
     Args:
         graph: a graph of one tensor. It is changed.
@@ -64,7 +63,7 @@ def to_function(graph: fx.Graph, model: nn.Module) -> Callable[[Tensor], Tensor]
 
 
 def _ask_input_for_dtype(graph: fx.Graph) -> None:
-    """Replace the dtype of the samples that were traced by that of the input: a head casts to it."""
+    """Replace float64, the dtype of the traced samples, by the dtype of the input: a head casts to it."""
     (x,) = graph.find_nodes(op="placeholder")
     with graph.inserting_after(x):
         dtype = graph.call_function(getattr, (x, "dtype"))

@@ -28,7 +28,7 @@ def describe(head: Head, hidden_size: int) -> list[str]:
         with in_float64(head, hidden_size):
             graph = trace(head, random_numbers(3, hidden_size))
     except NotTraceable as error:
-        return [f"{head.name}.forward as written: {error}"]
+        return [f"{head.name}.forward, run eagerly: {error}"]
     hidden_states, *calls = (node for node in graph.nodes if node.op not in ("get_attr", "output"))
     names = {hidden_states: "x0"}
     previous, lines = hidden_states, []
